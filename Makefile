@@ -122,6 +122,7 @@ test-ops:
 	cargo build --locked
 	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/metrics.py target/debug/sluicegate promtool
 	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/incidents.py target/debug/sluicegate prometheus $(CURDIR)/target/ops/incidents
+	target/ops/python/bin/python -B tests/ops/memory.py target/debug/sluicegate
 	@$(call helm,target/ops)
 	SOURCE_DATE_EPOCH=0 packaging/chart.py packaging/chart "$$(packaging/version.sh)" target/ops/chart.tgz
 	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/chart.py target/debug/sluicegate target/ops/helm/helm promtool target/ops/chart.tgz target/ops/chart

@@ -7,6 +7,7 @@ mod gateways;
 pub mod hot_restart;
 pub(crate) mod listen;
 pub mod maintenance;
+mod memory_watch;
 pub mod quota_events;
 mod reload;
 mod watchdog;
@@ -197,6 +198,19 @@ impl App {
         if max_connections as u64 > max_files {
             warn!(max_connections, max_files, "too few file descriptors for max_connections: raise `ulimit -Hn`");
         }
+        if let Some(memory) = &config.server.memory {
+            let has_tls = config.listeners.iter().any(|listener| listener.tls.is_some());
+            let fitting = memory.connections(has_tls);
+            let limit = memory.bytes;
+            if max_connections as u64 > fitting {
+                warn!(
+                    max_connections,
+                    fitting, limit, "too little memory for max_connections: the kernel may end the process"
+                );
+            } else {
+                info!(limit, max_connections, "the defaults fit into the memory limit");
+            }
+        }
         let accepting = match config.server.worker_model {
             WorkerModel::PerCore => config.server.workers,
             WorkerModel::Shared => 1,
@@ -306,6 +320,7 @@ impl App {
             listener_addresses: self.addresses,
             config_handle: self.config_handle,
             store_name: self.config.store.name.clone(),
+            memory_guard: Arc::default(),
             memory: Arc::new(MemoryStore::new(self.config.store.max_memory_states, Clock::Store)),
             circuit_breaker: Arc::default(),
             cluster_map: Arc::default(),
@@ -326,6 +341,7 @@ impl App {
         if self.admin.is_some() || unix.is_some() {
             admin::start(AdminSockets { tcp: self.admin, unix }, &state).map_err(AppError::Worker)?;
         }
+        memory_watch::start(state.clone()).map_err(AppError::Worker)?;
         let gateways = Arc::<WorkerGateways>::default();
         let reloader = Reloader {
             state: state.clone(),
@@ -485,6 +501,7 @@ impl Worker {
                 held_decisions: state.held_decisions.clone(),
                 worker: self.index,
                 stopping: state.stopping.clone(),
+                memory_guard: state.memory_guard.clone(),
             };
             let listener_metrics = state.listener_metrics.get_or_create("", self.index);
             let gateway = self.gateways.register(&state.config_handle, |active| {

@@ -124,12 +124,17 @@ impl Server {
 
     async fn accept(self, socket: TcpListener, listener_index: usize) {
         let mut logged_at = None;
+        let mut is_delayed = false;
         loop {
+            let delay = self.gateway.memory_guard().accept_delay().filter(|_| !is_delayed);
             tokio::select! {
                 biased;
                 () = self.drain.cancelled() => break,
-                accepted = socket.accept() => match accepted {
+                () = sleep(delay.unwrap_or_default()), if delay.is_some() => is_delayed = true,
+                accepted = socket.accept(), if delay.is_none() => match accepted {
                     Ok((stream, address)) => {
+                        is_delayed = false;
+                        self.gateway.memory_guard().count_connection();
                         let is_due = logged_at.is_none_or(|at: Instant| at.elapsed() > FULL_LOG_INTERVAL);
                         if self.connection_limits.is_full() && is_due {
                             warn!("max_connections reached; further connections wait");

@@ -87,6 +87,7 @@ use crate::proxy::record::Record;
 use crate::proxy::rejection::Rejection;
 use crate::proxy::request::{Origin, Peer, RequestHead, TargetedRequest, origin_form};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::memory::MemoryGuard;
 use crate::snapshot::route_action::{DirectResponse, RouteAction};
 use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::Route;
@@ -109,6 +110,7 @@ pub struct Gateway {
     held_decisions: Arc<HeldDecisions>,
     /// Index of the worker thread.
     worker: usize,
+    memory_guard: Arc<MemoryGuard>,
 }
 
 /// The worker of a gateway, and what it shares with the other workers.
@@ -122,6 +124,8 @@ pub struct GatewayWorker {
     pub worker: usize,
     /// Cancelled when load balancers must stop sending requests to this gateway.
     pub stopping: CancellationToken,
+    /// Whether the memory of the process is nearly used up.
+    pub memory_guard: Arc<MemoryGuard>,
 }
 
 impl Gateway {
@@ -134,10 +138,10 @@ impl Gateway {
         sinks: TelemetrySinks,
         worker: GatewayWorker,
     ) -> Self {
-        let GatewayWorker { request_metrics, held_decisions, worker, stopping } = worker;
+        let GatewayWorker { request_metrics, held_decisions, worker, stopping, memory_guard } = worker;
         let snapshot = ConfigSnapshot::new(config, clusters, &request_metrics, worker, stopping);
         let snapshot = ArcSwap::from_pointee(snapshot);
-        Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, held_decisions, worker }
+        Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, held_decisions, worker, memory_guard }
     }
 
     /// Replace the configuration. The new configuration applies from the next request on. Metrics and upstream
@@ -178,6 +182,11 @@ impl Gateway {
         let peer = revalidated.as_deref().unwrap_or(peer);
         let service = RateLimitService { limiter: &self.limiter, sinks: &self.sinks, snapshot: &snapshot };
         Box::new(ratelimit_json::answer(&service, request, peer, flow).await)
+    }
+
+    /// Return the guard that tells whether the memory of the process is nearly used up.
+    pub fn memory_guard(&self) -> &MemoryGuard {
+        &self.memory_guard
     }
 
     /// Record the response to a request that the HTTP parser has rejected.

@@ -12,6 +12,7 @@ mod header_rules;
 mod identities;
 pub(crate) mod limits;
 pub mod listeners;
+pub mod memory;
 pub mod notify;
 pub mod remote_auth;
 pub mod route_action;
@@ -388,7 +389,7 @@ impl CompiledConfig {
 
 fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledConfig {
     let config = &file.value;
-    let server = settings::server(&config.server, reader);
+    let server = settings::server(&config.server, &config.listener, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
     // Invalid networks count as well. Otherwise, a list with only invalid networks would also be reported as empty.

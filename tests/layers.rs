@@ -151,7 +151,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["listeners", "notify", "route_match", "route_retry"],
             &["decisions", "header_rules", "identities", "remote_auth", "route_action"],
             &["cost", "upstreams"],
-            &["validator"],
+            &["memory", "validator"],
         ],
     ),
     (

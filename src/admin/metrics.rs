@@ -437,6 +437,13 @@ impl ProcessState {
         exposition
             .gauge("store_gateways", "Gateways among which local shares divide each limit while the store is down")?
             .write_gauge(&[], self.config_handle.active().config.store.gateways.get())?;
+        let limit = self.config_handle.active().config.server.memory.as_ref().map_or(0, |limit| limit.bytes);
+        exposition
+            .gauge("memory_limit_bytes", "Memory that the process may use; 0 without a limit")?
+            .write_gauge(&[], limit)?;
+        exposition
+            .gauge("memory_used_bytes", "Memory that counts towards the limit; 0 without a limit")?
+            .write_gauge(&[], self.memory_guard.used())?;
         let failing_stores = self.failing_stores();
         exposition
             .gauge("store_up", "1 while all circuit breakers of the store are closed, otherwise 0")?

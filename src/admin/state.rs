@@ -25,6 +25,7 @@ use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::held_decisions::HeldDecisions;
 use crate::proxy::metrics::RequestMetrics;
+use crate::snapshot::memory::MemoryGuard;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
 
@@ -50,6 +51,8 @@ pub struct ProcessState {
     pub store_name: String,
     /// Access to the active configuration, and to reloads.
     pub config_handle: Arc<ConfigHandle>,
+    /// Whether the memory of the process is nearly used up.
+    pub memory_guard: Arc<MemoryGuard>,
     /// The memory store.
     pub memory: Arc<MemoryStore>,
     /// Circuit breaker of the store, if the store is a single Redis server.
@@ -144,6 +147,8 @@ pub(super) enum ReadinessStatus {
     /// A worker has not run its tasks for [`STALLED_AFTER`](crate::admin::heartbeats::STALLED_AFTER). Its connections get
     /// no responses.
     Stalled,
+    /// The memory of the process is nearly used up. New connections wait, and new requests get 503.
+    Full,
     /// The process has received SIGTERM or SIGINT. It waits for `accept_grace` or drains connections.
     Stopping,
 }
@@ -179,6 +184,8 @@ impl ProcessState {
             ReadinessStatus::Stopping
         } else if self.heartbeats.stalled().is_some() {
             ReadinessStatus::Stalled
+        } else if self.memory_guard.is_full() {
+            ReadinessStatus::Full
         } else if !active.config.is_complete() {
             ReadinessStatus::Pending
         } else if failing_stores.is_empty() {

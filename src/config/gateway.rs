@@ -188,9 +188,15 @@ pub struct Server {
     /// at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
+    /// Memory that the process may use. The defaults of `max_connections` and `max_buffered` fit into it. Default: the
+    /// memory limit of the control group, which is that of the container or of the systemd service. 0B = no limit. If
+    /// 3/4 of this memory are used, [new connections wait, and new requests get 503](#memory-limit).
+    #[schemars(schema_with = "schema::size")]
+    pub memory: Option<Text>,
     /// Maximum number of client connections of all workers together. Excess connections wait in the kernel's listen
     /// queue. Default: about half of the hard limit on open files (`ulimit -Hn`), because a connection may need a
-    /// second file descriptor for the upstream.
+    /// second file descriptor for the upstream. With a limit on memory, the default is at most three quarters of it,
+    /// minus 24 MiB, divided by 16 KiB, or by 32 KiB if a listener has TLS.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
     /// Maximum number of connections per client network (`[client_ip]` defines the prefix lengths). Excess connections
@@ -232,7 +238,7 @@ pub struct Server {
     pub request_buffer: Option<Text>,
     /// Maximum number of bytes that the process buffers in total, for responses to slow HTTP/2 clients and for request
     /// bodies (`request_buffer`). When this maximum is reached, each HTTP/2 response buffers only one chunk, and
-    /// request bodies are streamed.
+    /// request bodies are streamed. With a limit on memory, the default is at most an eighth of it.
     #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
     pub max_buffered: Option<Text>,
     /// Maximum size of a JSON request body or form that the gateway reads. It reads a body to select a route

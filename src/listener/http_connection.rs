@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
 
-use http::{Method, Request, Response, StatusCode, Version};
+use http::header::{CONNECTION, RETRY_AFTER};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
@@ -29,6 +30,7 @@ use crate::http::body::{Body, complete_response};
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
 use crate::http::flow::{ConnectionActivity, Continuation, InFlightRequest, StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
+use crate::http::problem::Problem;
 use crate::http::request_body::RequestBody;
 use crate::http::upgrade;
 use crate::listener::handshake::{LOG_INTERVAL, Protocol};
@@ -650,6 +652,9 @@ fn serve_request(
         if is_refused() {
             return Err(h2::Reason::REFUSED_STREAM.into());
         }
+        if gateway.memory_guard().is_full() {
+            return refuse_for_memory(&gateway, http2);
+        }
         if let Some(bodies) = unfinished_bodies
             && !in_flight.flow().wait_for_bodies(bodies).await
         {
@@ -666,6 +671,20 @@ fn serve_request(
         complete_response(in_flight, &mut response);
         Ok(response)
     })
+}
+
+/// Refuse a request because the memory is nearly used up: 503 over HTTP/1, where the connection is then closed. A client
+/// may send the request of a refused HTTP/2 stream again (RFC 9113 §8.7).
+fn refuse_for_memory(gateway: &Gateway, http2: bool) -> Result<Box<Response<Body>>, h2::Error> {
+    gateway.record_unparsed(StatusCode::SERVICE_UNAVAILABLE);
+    if http2 {
+        return Err(h2::Reason::REFUSED_STREAM.into());
+    }
+    let detail = "the memory of the gateway is nearly used up";
+    let mut response = Problem::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
+    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
+    response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    Ok(response)
 }
 
 /// Return an HTTP/1 builder that limits the memory per connection.

@@ -31,6 +31,7 @@ use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::header_rules;
 use crate::snapshot::listeners::Listener;
 use crate::snapshot::listeners::addresses_conflict;
+use crate::snapshot::memory::MemoryLimit;
 use crate::snapshot::routes::Route;
 use crate::snapshot::upstreams::{TlsFiles, certificate};
 use crate::snapshot::validator::Validator;
@@ -79,6 +80,8 @@ const MAX_TAG: usize = 48;
 pub struct ServerSettings {
     /// Number of worker threads.
     pub workers: usize,
+    /// Memory that the process may use. `None`: no limit.
+    pub memory: Option<MemoryLimit>,
     /// How connections are distributed to workers.
     pub worker_model: WorkerModel,
     /// Time after SIGTERM during which the gateway still accepts connections and serves requests.
@@ -206,7 +209,11 @@ const PATH_POLICIES: [(&str, PathPolicy); 4] = [
 ];
 
 /// Compile `[server]`.
-pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> ServerSettings {
+pub(super) fn server(
+    server: &gateway::Server,
+    listeners: &[Spanned<gateway::Listener>],
+    reader: &mut Validator<'_>,
+) -> ServerSettings {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let workers = match reader.number(server.workers.as_ref(), 0..1025, 0) {
         0 => cores,
@@ -217,10 +224,19 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
     if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < MIN_HEADER_SIZE) {
         reader.push_issue(Issue::new(text.span(), "`max_header_size` is too small").with_hint("8KiB or more"));
     }
-    let max_connections =
-        reader.number(server.max_connections.as_ref(), 1..1_000_001, default_max_connections(workers));
+    let memory = match &server.memory {
+        Some(text) => {
+            Some(reader.memory_size(text)).filter(|size| *size > 0).map(|size| MemoryLimit::of_bytes(size as u64))
+        }
+        None => MemoryLimit::of_cgroup(),
+    };
+    let has_tls = listeners.iter().any(|listener| listener.get_ref().tls.is_some());
+    let fitting = memory.as_ref().map_or(u64::MAX, |memory| memory.connections(has_tls));
+    let default = default_max_connections(workers).min(i64::try_from(fitting).unwrap_or(i64::MAX));
+    let max_connections = reader.number(server.max_connections.as_ref(), 1..1_000_001, default);
     let half = (max_connections + 1) / 2;
-    let max_buffered = reader.size(server.max_buffered.as_ref(), 64 << 20);
+    let fitting = memory.as_ref().map_or(u64::MAX, MemoryLimit::buffered);
+    let max_buffered = reader.size(server.max_buffered.as_ref(), fitting.min(64 << 20) as usize);
     let inspect_body = reader.size(server.inspect_body.as_ref(), INSPECT_BODY);
     InspectBounds { default: inspect_body, max: max_buffered }.check(
         server.inspect_body.as_ref(),
@@ -229,6 +245,7 @@ pub(super) fn server(server: &gateway::Server, reader: &mut Validator<'_>) -> Se
     );
     ServerSettings {
         workers,
+        memory,
         worker_model: reader.one_of(server.threading.as_ref(), WorkerModel::PerCore, &models),
         max_connections: max_connections as usize,
         max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, half) as usize,

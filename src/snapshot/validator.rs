@@ -19,6 +19,10 @@ use crate::config::unknown_keys::{UnknownKeys, closest_name};
 use crate::http::url::{HttpUrl, UrlError};
 use crate::limiter::quota::parse_duration_us;
 
+/// Maximum of sizes: 1 GiB, and 16 TiB for the memory of the process.
+const MAX_SIZE: usize = 1 << 30;
+const MAX_MEMORY: usize = 1 << 44;
+
 /// Collects the issues of a configuration. After an error, each method returns a usable value or `None`, so that
 /// validation can continue.
 pub(super) struct Validator<'a> {
@@ -168,15 +172,20 @@ impl<'a> Validator<'a> {
 
     /// Parse a size from 1 byte to 1 GiB.
     pub(super) fn size(&mut self, text: Option<&Text>, default: usize) -> usize {
-        self.size_from(1, text, default)
+        self.size_within(1..=MAX_SIZE, text, default)
     }
 
     /// Parse a size from 0 to 1 GiB. 0 disables the feature.
     pub(super) fn size_or_off(&mut self, text: Option<&Text>, default: usize) -> usize {
-        self.size_from(0, text, default)
+        self.size_within(0..=MAX_SIZE, text, default)
     }
 
-    fn size_from(&mut self, min: usize, text: Option<&Text>, default: usize) -> usize {
+    /// Parse a size of the memory of the process, up to 16 TiB.
+    pub(super) fn memory_size(&mut self, text: &Text) -> usize {
+        self.size_within(0..=MAX_MEMORY, Some(text), 0)
+    }
+
+    fn size_within(&mut self, range: RangeInclusive<usize>, text: Option<&Text>, default: usize) -> usize {
         let Some(text) = text else { return default };
         let split = text.get_ref().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.get_ref().len());
         let (count, unit) = text.get_ref().split_at(split);
@@ -188,7 +197,7 @@ impl<'a> Validator<'a> {
             _ => None,
         };
         let bytes = count.parse::<usize>().ok().zip(factor).and_then(|(count, factor)| count.checked_mul(factor));
-        match bytes.filter(|bytes| (min..=1 << 30).contains(bytes)) {
+        match bytes.filter(|bytes| range.contains(bytes)) {
             Some(bytes) => bytes,
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());

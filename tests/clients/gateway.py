@@ -22,14 +22,14 @@ def expect(condition, what):
 class Gateway:
     """A running gateway. `urls` contains the URLs of its listeners in order, `admin` is the URL of the admin listener."""
 
-    def __init__(self, binary, configuration, files=None):
-        """Start a gateway. `files` maps the names of further files to their contents."""
+    def __init__(self, binary, configuration, files=None, enter=None):
+        """Start a gateway. `files` maps the names of further files to their contents. The new process calls `enter` first."""
         self.folder = tempfile.TemporaryDirectory()
         for name, text in (files or {}).items():
             (Path(self.folder.name) / name).write_text(text)
         path = Path(self.folder.name) / "gateway.toml"
         path.write_text(configuration)
-        self.process = subprocess.Popen([binary, "--config", str(path)], stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([binary, "--config", str(path)], stderr=subprocess.PIPE, text=True, preexec_fn=enter)
         said = ""
         for line in self.process.stderr:
             said += line

@@ -69,6 +69,7 @@ mod logins;
 mod lua54;
 mod manual;
 mod mcp;
+mod memory_limit;
 mod mirroring;
 mod ops;
 mod outages;

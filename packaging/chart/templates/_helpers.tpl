@@ -50,26 +50,6 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 
-{{- /* The memory limit in KiB. Empty without a limit. */ -}}
-{{- define "sluicegate.memory" -}}
-{{- $memory := dig "limits" "memory" "" .Values.resources | toString }}
-{{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 "" 1 }}
-{{- with $memory }}
-{{- $unit := regexFind "[A-Za-z]*$" . }}
-{{- if not (hasKey $units $unit) }}{{ fail (printf "resources.limits.memory: unknown unit in %q" .) }}{{ end }}
-{{- divf (mulf (trimSuffix $unit .) (get $units $unit)) 1024 | floor | int64 }}
-{{- end }}
-{{- end }}
-
-{{- /* 24 MiB are for the process, and a quarter of the memory for buffers and for what the kernel counts. */ -}}
-{{- define "sluicegate.maxConnections" -}}
-{{- $size := 16 }}
-{{- range .Values.listeners }}{{ if or .tlsSecrets (dig "settings" "tls" "" .) }}{{ $size = 32 }}{{ end }}{{ end }}
-{{- with include "sluicegate.memory" . }}
-{{- min 1000000 (max 64 (div (sub (div (mul (int64 .) 3) 4) 24576) $size)) }}
-{{- end }}
-{{- end }}
-
 {{- /* The name of the volume of a TLS Secret, which may be longer than a name of a volume. */ -}}
 {{- define "sluicegate.tlsVolume" -}}
 tls-{{ . | sha256sum | trunc 16 }}
@@ -86,8 +66,6 @@ tls-{{ . | sha256sum | trunc 16 }}
 {{- define "sluicegate.settings" -}}
 {{- $server := dict "accept_grace" (printf "%ds" (int .Values.acceptGraceSeconds)) "drain_timeout" (printf "%ds" (int .Values.drainTimeoutSeconds)) }}
 {{- $_ := set $server "workers" (include "sluicegate.workers" . | int64) }}
-{{- with include "sluicegate.maxConnections" . }}{{ $_ := set $server "max_connections" (int64 .) }}{{ end }}
-{{- with include "sluicegate.memory" . }}{{ $_ := set $server "max_buffered" (printf "%dKiB" (div (int64 .) 8)) }}{{ end }}
 {{- $admin := dict "address" (printf "%s:9180" .Values.bindAddress) "token" "${SLUICEGATE_ADMIN_TOKEN}" }}
 {{- $store := dict "gateway_count" (include "sluicegate.gateways" . | int64) }}
 {{- if .Values.redis.enabled }}

@@ -67,7 +67,7 @@ function showCurrent({ second, connections, health }) {
     ["store round trip p99", formatMs(second.store_p99_ms)],
     ["rate limit check p99", formatMs(second.decision_p99_ms)],
   ]);
-  const kind = { ready: "good", degraded: "bad", stalled: "bad", stopping: "bad" }[health.status];
+  const kind = { ready: "good", degraded: "bad", stalled: "bad", full: "bad", stopping: "bad" }[health.status];
   showStatus(health.status === "degraded" ? "degraded: store unavailable" : health.status, kind);
   const total = OUTCOMES.reduce((sum, outcome) => sum + perSecond(outcome)(second), 0);
   document.title = `${formatNumber(total)}/s · ${health.status} – Sluicegate`;
