@@ -16,9 +16,10 @@ sed -e 's|ops/README.md|/usr/share/doc/sluicegate/README.md|' -i "$stage/systemd
 cp ops/sluicegate.socket "$stage/systemd/"
 mkdir "$stage/compressed"
 for page in "$stage"/man/*; do gzip -9nc "$page" > "$stage/compressed/$(basename "$page").gz"; done
-# The name of envoyproxy/ratelimit, for the Debian package.
+# The name of envoyproxy/ratelimit, for the Debian package. cargo-deb skips links without a target.
+ln -s sluicegate "$stage/ratelimit"
 mkdir "$stage/links"
-ln -s sluicegate "$stage/links/ratelimit"
+cp "$stage/compressed/sluicegate-ratelimit.1.gz" "$stage/links"
 ln -s sluicegate-ratelimit.1.gz "$stage/links/ratelimit.1.gz"
 gzip -9nc CHANGELOG.md > "$stage/changelog.gz"
 # Debian's form of the changelog.
