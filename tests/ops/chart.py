@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests/clients"))
 from gateway import CERTIFICATE, KEY, Gateway, expect  # noqa: E402
 
 BINARY, HELM, PROMTOOL, ARCHIVE, FOLDER = sys.argv[1:]
-FOLDER = pathlib.Path(FOLDER)
+FOLDER = pathlib.Path(FOLDER).resolve()
 VALUES = ROOT / "tests/ops/values"
 # An old and a current version of Kubernetes.
 VERSIONS = ["1.27", "1.37"]
@@ -145,13 +145,17 @@ def for_this_machine(text, folder, redis):
 def mount(there, folder):
     """Create what the volumes of the Pod contain."""
     shutil.rmtree(folder, ignore_errors=True)
+    others = ROOT / "tests/certs"
+    certificates = iter([(CERTIFICATE, KEY), *((others / f"{name}.pem", others / f"{name}.key") for name in ("one", "two"))])
     for each in pod_of(there)["spec"]["containers"][0]["volumeMounts"]:
         path = each["mountPath"]
         inside = folder / path.removeprefix("/etc/")
         if path.startswith("/etc/sluicegate-tls/"):
             inside.mkdir(parents=True)
-            shutil.copy(CERTIFICATE, inside / "tls.crt")
-            shutil.copy(KEY, inside / "tls.key")
+            # Certificates of other names: `check` warns of two that are valid for the same names.
+            certificate, key = next(certificates)
+            shutil.copy(certificate, inside / "tls.crt")
+            shutil.copy(key, inside / "tls.key")
         elif path.startswith("/etc/sluicegate-files/"):
             inside.mkdir(parents=True)
             for name, content in MOUNTED.items():

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests/clients"))
 from gateway import Gateway, expect  # noqa: E402
 
 BINARY, PROMETHEUS, FOLDER = sys.argv[1:]
-FOLDER = pathlib.Path(FOLDER)
+FOLDER = pathlib.Path(FOLDER).resolve()
 TOKEN = "sesame-0123456789"
 CONSUMERS = '[[consumer]]\nname = "acme"\nkeys = ["sha256:' + 64 * "a" + '"]\n'
 # The first gateway: everything works until an incident is staged.
