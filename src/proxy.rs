@@ -84,7 +84,7 @@ use crate::proxy::metrics::{LimitDecision, RequestMetrics};
 use crate::proxy::named_limits::NamedLimits;
 use crate::proxy::ratelimit_service::RateLimitService;
 use crate::proxy::record::Record;
-use crate::proxy::rejection::Rejection;
+use crate::proxy::rejection::{LlmError, Rejection};
 use crate::proxy::request::{Origin, Peer, RequestHead, TargetedRequest, origin_form};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::memory::MemoryGuard;
@@ -335,7 +335,9 @@ impl Gateway {
                 let settle: Settle = decision_api::parse(read)?;
                 let response = settle.response()?;
                 if let Some(name) = self.held_decisions.unknown_cost(settle.id, &settle.costs) {
-                    return Err(ApiError::bad_request(format!("the decision has no limit `{name}`")));
+                    return Err(ApiError::bad_request(format!(
+                        "the cost of `{name}` is final, or no single limit of the decision has this name"
+                    )));
                 }
                 take(settle.id)?.settle(response, &settle.costs).await;
                 Ok(decision_api::done())
@@ -557,15 +559,17 @@ impl AdmissionIo for GatewayIo<'_, '_> {
         self.record.located(origin, facts.route);
     }
 
-    fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) {
+    fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) -> Result<(), LlmError> {
         self.record.model(llm.model.as_deref(), llm.operation);
         llm.is_traced = self.record.trace().is_some();
         if llm.has_aliases {
-            self.body.change(|body| with_models(body, |name| route.model_aliases.get(name).map(|model| &**model)));
+            let model = |name: &str| route.model_aliases.get(name).map(|model| &**model);
+            self.body.change(|body| with_models(body, model))?;
         }
         if llm.hides_usage {
-            self.body.change(with_usage_option);
+            self.body.change(|body| Ok::<_, LlmError>(with_usage_option(body)))?;
         }
+        Ok(())
     }
 
     fn verify_at_once(&mut self, request: &TargetedRequest<'_>, provider: usize) -> Option<Verification> {

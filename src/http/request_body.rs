@@ -393,10 +393,14 @@ impl RequestBody {
     }
 
     /// Change the content of a body that was read as a whole.
-    pub fn change(&mut self, change: impl FnOnce(&[u8]) -> Vec<u8>) {
+    ///
+    /// # Errors
+    /// `change` failed.
+    pub fn change<E>(&mut self, change: impl FnOnce(&[u8]) -> Result<Vec<u8>, E>) -> Result<(), E> {
         if let Some(BodySource::Buffered { bytes: Some(bytes), .. }) = self.0.as_mut().map(|inner| &mut inner.source) {
-            *bytes = change(bytes).into();
+            *bytes = change(bytes)?.into();
         }
+        Ok(())
     }
 
     /// Return the content of a body that is empty or buffered, so that it can be sent again. The returned value takes

@@ -648,6 +648,12 @@ impl DeferredCharges {
         (!reservations.is_empty()).then(|| DeferredCharges::new(self.settlements.clone(), reservations))
     }
 
+    /// Return the limit index of each charge whose cost is not final.
+    pub fn settled_later(&self) -> impl Iterator<Item = usize> {
+        let is_open = |charge: &&DeferredCharge| matches!(charge.deferred, Deferred::Charge | Deferred::Settle);
+        self.charges.iter().filter(is_open).map(|charge| charge.charge.limit_index)
+    }
+
     /// Return the limit index and the cost of each charge.
     pub fn costs(&self) -> impl Iterator<Item = (usize, u64)> {
         self.charges.iter().map(|charge| (charge.charge.limit_index, charge.charge.cost))

@@ -156,7 +156,12 @@ pub trait AdmissionIo: Send {
     fn located(&mut self, _facts: &RequestFacts<'_>, _origin: &Origin<'_>) {}
 
     /// Take notice of a request to an LLM API whose tokens are counted.
-    fn counts_tokens(&mut self, _llm: &mut LlmRequest, _route: &Route) {}
+    ///
+    /// # Errors
+    /// The names of models in the body cannot be replaced.
+    fn counts_tokens(&mut self, _llm: &mut LlmRequest, _route: &Route) -> Result<(), LlmError> {
+        Ok(())
+    }
 
     /// Return the result of a provider if it is known without waiting, for example because it is cached.
     fn verify_at_once(&mut self, _request: &TargetedRequest<'_>, _provider: usize) -> Option<Verification> {
@@ -440,7 +445,7 @@ async fn inspect<'a, I: AdmissionIo>(
         return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
     }
     let mut llm = llm::request(content, inspection, route, &path, operation)?;
-    io.counts_tokens(&mut llm, route);
+    io.counts_tokens(&mut llm, route).map_err(Rejection::Llm)?;
     Ok(Some(Box::new(llm)))
 }
 

@@ -232,11 +232,13 @@ pub(super) fn parse_check(body: ReadBody) -> Result<Check, ApiError> {
         );
         ApiError::bad_request(detail)
     };
-    let value: Value = serde_json::from_slice(&whole(body)?).map_err(invalid)?;
+    let bytes = whole(body)?;
+    let value: Value = serde_json::from_slice(&bytes).map_err(invalid)?;
+    // Parse the text again, because its errors have a position, and repeated keys are errors.
     let check = match value {
-        value if value.get("limits").is_some() => serde_json::from_value(value).map(Check::Limits),
-        value if value.get("requests").is_some() => serde_json::from_value(value).map(Check::Several),
-        value => serde_json::from_value(value).map(Check::One),
+        value if value.get("limits").is_some() => serde_json::from_slice(&bytes).map(Check::Limits),
+        value if value.get("requests").is_some() => serde_json::from_slice(&bytes).map(Check::Several),
+        _ => serde_json::from_slice(&bytes).map(Check::One),
     };
     match check.map_err(invalid)? {
         Check::Several(Several { requests }) if !(1..=MAX_REQUESTS).contains(&requests.len()) => {

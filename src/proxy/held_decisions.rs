@@ -54,13 +54,6 @@ pub(super) enum HeldLimits {
 }
 
 impl HeldLimits {
-    fn names(&self) -> Vec<&str> {
-        match self {
-            HeldLimits::Route(route) => route.rate_limits.limits.iter().map(|limit| &*limit.limit.name).collect(),
-            HeldLimits::Named(limits) => limits.iter().map(|limit| &*limit.name).collect(),
-        }
-    }
-
     fn name(&self, index: usize) -> &str {
         match self {
             HeldLimits::Route(route) => &route.rate_limits.limits[index].limit.name,
@@ -141,11 +134,13 @@ impl HeldDecisions {
         id
     }
 
-    /// Return the first of these costs whose name is not that of a limit of the decision.
+    /// Return the first of these costs whose name is not that of exactly one limit whose cost can still be settled.
     pub(super) fn unknown_cost<'c>(&self, id: Uuid, costs: &'c BTreeMap<String, u64>) -> Option<&'c str> {
         self.with(|entries| {
-            let known = entries.get(&id)?.decision.limits.names();
-            costs.keys().map(String::as_str).find(|name| !known.contains(name))
+            let HeldDecision { limits, charges, .. } = &entries.get(&id)?.decision;
+            let settled = || charges.iter().flat_map(|charges| charges.settled_later());
+            let count = |name: &str| settled().filter(|index| limits.name(*index) == name).count();
+            costs.keys().map(String::as_str).find(|name| count(name) != 1)
         })
     }
 

@@ -122,9 +122,10 @@ impl<'a> NamedLimits<'a> {
     /// Return the status of a decision, and add its headers.
     pub(super) fn answer(&self, decision: &Decision<'_>, headers: &mut HeaderMap) -> StatusCode {
         append_decision_headers(headers, &[HeaderStyle::Draft11], None, decision);
-        match decision.violated().next() {
-            Some(result) if !decision.admitted => self.0[result.limit_index].compiled.status,
-            Some(_) | None => StatusCode::OK,
+        if decision.admitted {
+            return StatusCode::OK;
         }
+        let denying = decision.violated().next();
+        denying.map_or(StatusCode::TOO_MANY_REQUESTS, |result| self.0[result.limit_index].compiled.status)
     }
 }

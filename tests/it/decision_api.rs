@@ -280,7 +280,7 @@ fn reservation_is_settled_once_with_its_actual_cost() {
     for (cost, left) in [(100, 900), (1000, 0)] {
         let id = check(&gateway, &reserve)["id"].clone();
         let settle = json!({ "id": id, "costs": { "tokens": cost } });
-        for (costs, part) in [(json!({ "token": 1 }), "no limit `token`"), (json!({ "tokens": 1u64 << 53 }), "2^53")] {
+        for (costs, part) in [(json!({ "token": 1 }), "no single limit"), (json!({ "tokens": 1u64 << 53 }), "2^53")] {
             let reply = post(&gateway, "/v1/settle", &json!({ "id": id, "costs": costs }));
             reply.assert_problem(400, "the decision remains");
             assert!(reply.text().contains(part), "{}", reply.text());

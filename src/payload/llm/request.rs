@@ -286,7 +286,10 @@ pub fn renamed<'n>(name: &str, replacement: impl Fn(&str) -> Option<&'n str>) ->
 
 /// Return the body with other names of models, where the request names the models that the server may use. The body
 /// must be a JSON object.
-pub fn with_models<'n>(body: &[u8], replacement: impl Fn(&str) -> Option<&'n str>) -> Vec<u8> {
+///
+/// # Errors
+/// A client can repeat a short alias of a long name. The body would grow beyond a bound.
+pub fn with_models<'n>(body: &[u8], replacement: impl Fn(&str) -> Option<&'n str>) -> Result<Vec<u8>, RequestError> {
     let mut names = Vec::new();
     let lists = ["model", "models", "fallbacks", "context_window_fallbacks", "content_policy_fallbacks"];
     for range in lists.iter().filter_map(|member| member_value(body, member)) {
@@ -298,24 +301,23 @@ pub fn with_models<'n>(body: &[u8], replacement: impl Fn(&str) -> Option<&'n str
     names.sort_unstable_by_key(|name| name.start);
     let mut changed = Vec::with_capacity(body.len());
     let mut at = 0;
-    // A client can repeat a short alias of a long name. The server does not know the aliases that remain.
-    let max_length = 2 * body.len() + MAX_RENAMED_GROWTH;
+    let max_length = body.len() + body.len() / 4 + MAX_RENAMED_GROWTH;
     for range in names {
-        if changed.len() + body.len() - at > max_length {
-            break;
-        }
         let name = serde_json::from_slice::<Cow<'_, str>>(&body[range.clone()]).unwrap_or_default();
         if let Some(renamed) = renamed(&name, &replacement) {
             changed.extend_from_slice(&body[at..range.start]);
             changed.extend_from_slice(serde_json::Value::from(renamed).to_string().as_bytes());
             at = range.end;
         }
+        if changed.len() + body.len() - at > max_length {
+            return Err(RequestError::Key("the request names models too often".to_owned()));
+        }
     }
     changed.extend_from_slice(&body[at..]);
-    changed
+    Ok(changed)
 }
 
-/// Number of bytes by which aliases of models may lengthen a body, in addition to the length of the body.
+/// Number of bytes by which aliases of models may lengthen a body, in addition to a quarter of its length.
 const MAX_RENAMED_GROWTH: usize = 64 << 10;
 
 /// Find the strings that name models in a value at the place [`Place::Models`]. Return the end of the value.
@@ -1027,6 +1029,10 @@ impl Reader {
 
     /// Record a further model that the server may use. A name with commas stands for several models (LiteLLM).
     fn add_model(&mut self, name: &str) {
+        // Bound the length as well: the same name can occur several times.
+        if name.len() > MAX_OTHER_MODELS * MAX_MODEL {
+            return self.fail(|| format!("a list of models is longer than {} bytes", MAX_OTHER_MODELS * MAX_MODEL));
+        }
         for name in name.split(',').map(str::trim) {
             let others = &mut self.info.other_models;
             if name.is_empty() || others.iter().any(|other| **other == *name) {
@@ -1255,17 +1261,22 @@ mod tests {
                 r#"{"models":{},"fallbacks":[],"requests":{},"model":null}"#,
             ),
         ] {
-            assert_eq!(String::from_utf8(with_models(body.as_bytes(), replacement)).unwrap(), expected);
+            assert_eq!(String::from_utf8(with_models(body.as_bytes(), replacement).unwrap()).unwrap(), expected);
         }
     }
 
     #[test]
-    fn repeated_alias_lengthens_a_body_within_bounds() {
+    fn repeated_alias_is_rejected_instead_of_forwarded() {
         let long = "m".repeat(MAX_MODEL);
-        let body = serde_json::json!({ "models": vec!["f"; 100_000] }).to_string();
-        let changed = with_models(body.as_bytes(), |name| (name == "f").then_some(&*long));
-        assert!(changed.len() <= 2 * body.len() + MAX_RENAMED_GROWTH + MAX_MODEL + 2, "{}", changed.len());
-        assert!(serde_json::from_slice::<serde_json::Value>(&changed).is_ok());
+        let change = |count: usize| {
+            let body = serde_json::json!({ "models": vec!["f"; count], "model": "f" }).to_string();
+            with_models(body.as_bytes(), |name| (name == "f").then_some(&*long))
+        };
+        let changed: serde_json::Value = serde_json::from_slice(&change(400).unwrap()).unwrap();
+        assert_eq!((&changed["models"][399], &changed["model"]), (&serde_json::json!(long), &serde_json::json!(long)));
+        assert!(change(100_000).is_err());
+        let list = serde_json::json!({ "models": "f,".repeat(100_000) }).to_string();
+        assert!(inspect(list.as_bytes()).is_err_and(|error| error.to_string().contains("longer than 4096 bytes")));
     }
 
     #[test]
