@@ -17,7 +17,7 @@ use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::time::Duration;
 use std::{io, thread};
 
@@ -104,6 +104,15 @@ pub enum AppError {
     /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
+    /// The old process of a hot restart may have descriptors, and this process has not received any.
+    #[error(
+        "the xDS server {server} has sent no valid descriptors within {} s: the old process continues to serve",
+        DESCRIPTORS_TIMEOUT.as_secs()
+    )]
+    NoDescriptors {
+        /// URL of the management server.
+        server: String,
+    },
     /// A thread of the gateway panicked.
     #[error("a worker thread panicked")]
     Panic,
@@ -120,7 +129,11 @@ impl AppError {
             AppError::Listen { listener_index: None, .. } => ["admin", "address"],
             AppError::AdminSocket { .. } => ["admin", "socket"],
             AppError::AccessLog { .. } => ["log", "access"],
-            AppError::Traces(_) | AppError::Acme(_) | AppError::Worker(_) | AppError::Panic => return None,
+            AppError::Traces(_)
+            | AppError::Acme(_)
+            | AppError::Worker(_)
+            | AppError::NoDescriptors { .. }
+            | AppError::Panic => return None,
         };
         Some(key.map(str::to_owned).to_vec())
     }
@@ -141,6 +154,7 @@ impl AppError {
             | AppError::Traces(_)
             | AppError::Acme(_)
             | AppError::Worker(_)
+            | AppError::NoDescriptors { .. }
             | AppError::Panic => None,
         }
     }
@@ -358,11 +372,14 @@ impl App {
         if let Some(settings) = self.config.xds.clone() {
             let config_handle = state.config_handle.clone();
             let (first, first_applied) = sync_channel(1);
-            workers.push(XdsClient { settings, config_handle, stop: stop.clone() }.start(first)?);
+            let client = XdsClient { settings: settings.clone(), config_handle, stop: stop.clone() };
+            workers.push(client.start(first)?);
             // The old process of a hot restart has descriptors, so wait for them before accepting connections.
-            if hot_restart::is_hot_restart() {
-                // Ignore a timeout: the management server may be down.
-                let _ = first_applied.recv_timeout(DESCRIPTORS_TIMEOUT);
+            if hot_restart::is_hot_restart()
+                && first_applied.recv_timeout(DESCRIPTORS_TIMEOUT) == Err(RecvTimeoutError::Timeout)
+                && settings.ready_after != ReadyAfter::Start
+            {
+                return Err(AppError::NoDescriptors { server: settings.url.origin() });
             }
         }
         if let Some(acme) = self.acme {

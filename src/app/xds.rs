@@ -21,15 +21,17 @@ use http_body::{Body, Frame};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::client::conn::http2;
-use hyper::rt::{Read, Write};
-use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use prost::Message;
 use rustls::pki_types::ServerName;
 use socket2::{SockRef, TcpKeepalive};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::Builder;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
+use tokio_util::io::InspectReader;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
@@ -47,7 +49,8 @@ use crate::upstream::connector::{EndpointTls, Protocol, UpstreamTlsConfig};
 /// The method of the aggregated discovery service.
 const METHOD: &str = "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources";
 
-/// Maximum time for the TCP connection and the handshakes.
+/// Maximum time for the TCP connection and the handshakes, until the first bytes of HTTP/2 from the server. There is no
+/// such time for its first response: servers that have no descriptors yet do not respond until they have them.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Delay before the first attempt after a failure. It doubles with each further failure.
@@ -66,9 +69,16 @@ const WINDOW: u32 = 1 << 20;
 /// Maximum length of the reason for a rejection in bytes.
 const MAX_REASON: usize = 8 << 10;
 
+/// Interval of PING frames, and maximum time for the reply. The process of the server may be stuck while its host
+/// answers. Servers with gRPC close connections that have more PING frames than one in 5 minutes.
+const PING_INTERVAL: Duration = Duration::from_secs(6 * 60);
+const PING_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Maximum time for which the server does not acknowledge what the gateway sends.
+const UNACKNOWLEDGED_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Time without data after which TCP probes the connection, interval between two probes, and their number. The server
-/// may send nothing for days, and its host may disappear without closing the connection. PING frames are no
-/// alternative, because servers close connections with many of them.
+/// may send nothing for days, and its host may disappear without closing the connection.
 const KEEPALIVE: TcpKeepalive =
     TcpKeepalive::new().with_time(Duration::from_secs(30)).with_interval(Duration::from_secs(10)).with_retries(3);
 
@@ -187,11 +197,13 @@ impl XdsClient {
     ) -> Result<(http2::SendRequest<Requests>, AbortOnDropHandle<Result<(), hyper::Error>>), StreamError> {
         let url = &self.settings.url;
         let stream = TcpStream::connect((url.host(), url.port())).await.map_err(StreamError::Connect)?;
-        SockRef::from(&stream).set_tcp_keepalive(&KEEPALIVE).map_err(StreamError::Connect)?;
+        let socket = SockRef::from(&stream);
+        socket.set_tcp_keepalive(&KEEPALIVE).map_err(StreamError::Connect)?;
+        socket.set_tcp_user_timeout(Some(UNACKNOWLEDGED_TIMEOUT)).map_err(StreamError::Connect)?;
         stream.set_nodelay(true).map_err(StreamError::Connect)?;
         match self.tls()? {
-            None => handshake(TokioIo::new(stream)).await,
-            Some(tls) => handshake(TokioIo::new(tls.connect(stream).await.map_err(StreamError::Connect)?)).await,
+            None => handshake(stream).await,
+            Some(tls) => handshake(tls.connect(stream).await.map_err(StreamError::Connect)?).await,
         }
     }
 
@@ -274,13 +286,24 @@ fn files(resources: &[Any]) -> Result<Vec<FileSnapshot>, String> {
     Ok(files)
 }
 
+/// Start HTTP/2, and wait until the server sends its first bytes.
 async fn handshake(
-    stream: impl Read + Write + Unpin + Send + 'static,
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
 ) -> Result<(http2::SendRequest<Requests>, AbortOnDropHandle<Result<(), hyper::Error>>), StreamError> {
+    let (answer, first_bytes) = oneshot::channel();
+    let mut answer = Some(answer);
+    let stream = InspectReader::new(stream, move |_: &[u8]| {
+        // The receiver may be gone.
+        let _ = answer.take().map(|answer| answer.send(()));
+    });
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder.initial_stream_window_size(WINDOW).initial_connection_window_size(WINDOW);
-    let (sender, connection) = builder.handshake(stream).await?;
-    Ok((sender, AbortOnDropHandle::new(tokio::spawn(connection))))
+    builder.timer(TokioTimer::new()).keep_alive_interval(PING_INTERVAL).keep_alive_timeout(PING_TIMEOUT);
+    let (sender, connection) = builder.handshake(TokioIo::new(stream)).await?;
+    let connection = AbortOnDropHandle::new(tokio::spawn(connection));
+    // If the connection ends without bytes, the call returns the reason.
+    let _ = first_bytes.await;
+    Ok((sender, connection))
 }
 
 // === Requests ===

@@ -1,6 +1,7 @@
 //! Descriptors of a management server: streams over the wire, with the variables of envoyproxy/ratelimit and with
 //! `[ratelimit] xds`.
 
+use std::net::TcpListener;
 use std::process::Command;
 
 use bytes::Bytes;
@@ -13,12 +14,12 @@ use sluicegate::payload::xds::{Any, Descriptor, Policy, RATE_LIMIT_CONFIG, RateL
 
 use super::hot_restart::hot_restart;
 use crate::support::client::Client;
-use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::grpc::{Grpc, Reply, framed};
 use crate::support::management::Management;
 use crate::support::redis::free_port;
 use crate::support::reload::{metric, with_admin};
+use crate::support::{eventually, signal};
 
 const METHOD: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 
@@ -147,6 +148,34 @@ fn gateway_starts_without_the_server_and_survives_its_restart() {
     let reloads = metric(&gateway, "config_reloads_total{result=\"ok\"}");
     assert_eq!(server.exchange("2", &[domain("edge", 8)]).version_info, "2");
     assert_eq!(metric(&gateway, "config_reloads_total{result=\"ok\"}"), reloads);
+}
+
+/// A server that accepts connections, but never answers.
+#[test]
+fn silent_server_is_left_for_another_attempt() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let gateway = Gateway::start(&config(listener.local_addr().unwrap().port(), ""));
+    let silent = listener.accept().unwrap();
+    eventually("the client gives up", || gateway.log().contains("no connection within 10 s"));
+    listener.accept().expect("another attempt");
+    drop(silent);
+}
+
+/// The new process of a hot restart has no descriptors, but the old one has.
+#[test]
+fn hot_restart_without_the_server_leaves_the_old_process() {
+    let server = Management::start(0);
+    let mut gateway = Gateway::start(&config(server.address.port(), ""));
+    server.request();
+    assert_eq!(server.exchange("1", &[domain("edge", 3)]).error_detail, None);
+    drop(server);
+    eventually("the stream ends", || metric(&gateway, "xds_connected") == 0.0);
+    signal(&gateway.child, "USR2");
+    eventually("both processes try to connect", || gateway.log().matches("no stream from the xDS server").count() >= 9);
+    eventually("the hot restart fails", || gateway.log().contains("hot restart failed"));
+    assert!(gateway.log().contains("has sent no valid descriptors within 20 s"), "{}", gateway.log());
+    assert!(gateway.child.try_wait().unwrap().is_none(), "the old process continues");
+    assert_eq!(quota(&Grpc::connect(gateway.address), "edge", "a"), 3);
 }
 
 #[test]
