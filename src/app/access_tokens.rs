@@ -56,7 +56,7 @@ pub(super) async fn refresh(cluster: Arc<UpstreamCluster>, first: Sender<Infalli
     let Some(access) = &cluster.settings.google else { return };
     let upstream = &*cluster.settings.name;
     let account = access.account.email();
-    let mut first = Some(first);
+    let mut first = access.account.authorization(monotonic()).is_none().then_some(first);
     let mut failures = 0;
     loop {
         let delay = match fetch_token(access).await {

@@ -335,6 +335,12 @@ impl CompiledConfig {
             let same = |known: &&Arc<UpstreamSettings>| known == &settings;
             if let Some(known) = previous.upstreams.iter().find(same) {
                 *settings = known.clone();
+                continue;
+            }
+            let Some(access) = &settings.google else { continue };
+            let mut accounts = previous.upstreams.iter().filter_map(|known| known.google.as_ref());
+            if let Some(known) = accounts.find(|known| known.account == access.account) {
+                access.account.carry_over(&known.account);
             }
         }
     }

@@ -204,6 +204,11 @@ impl ServiceAccount {
         Ok(lifetime)
     }
 
+    /// Use the token of an equal account until the next one is fetched.
+    pub fn carry_over(&self, known: &ServiceAccount) {
+        self.token.store(known.token.load_full());
+    }
+
     /// Return the value of `Authorization`. Return `None` if there is no token that is valid at this time.
     pub fn authorization(&self, now: Instant) -> Option<HeaderValue> {
         let token = self.token.load();

@@ -1,7 +1,8 @@
 //! Upstreams at Google Cloud (`google`): access tokens of a service account. The token endpoint answers in the shapes of
 //! <https://developers.google.com/identity/protocols/oauth2/service-account>.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -33,17 +34,16 @@ struct Endpoint {
 }
 
 /// What the endpoint does.
-#[derive(Clone, Copy)]
 struct Behavior {
     /// Lifetime of the tokens in s.
     expires_in: u64,
     /// How many seconds the clock of the endpoint is ahead.
     skew_s: i64,
-    /// Number of requests that fail first.
-    failures: u64,
+    /// The requests that fail. The first one is 0.
+    failures: Range<u64>,
 }
 
-const USUAL: Behavior = Behavior { expires_in: 3599, skew_s: 0, failures: 0 };
+const USUAL: Behavior = Behavior { expires_in: 3599, skew_s: 0, failures: 0..0 };
 
 fn respond(status: &str, date_s: i64, body: &Value) -> Vec<u8> {
     let date = DateTimePrinter::new().timestamp_to_rfc9110_string(&Timestamp::from_second(date_s).unwrap()).unwrap();
@@ -79,11 +79,11 @@ impl Endpoint {
     fn start(behavior: Behavior) -> Endpoint {
         let public_key = Arc::<OnceLock<Vec<u8>>>::default();
         let known_key = public_key.clone();
-        let (tokens, failures) = (AtomicU64::new(0), AtomicI64::new(behavior.failures as i64));
+        let (requests, tokens) = (AtomicU64::new(0), AtomicU64::new(0));
         let server = Upstream::responding(move |request| {
             let issued_at = issued_at(request, known_key.get().unwrap());
             let now_s = now_s() + behavior.skew_s;
-            if failures.fetch_sub(1, Ordering::SeqCst) > 0 {
+            if behavior.failures.contains(&requests.fetch_add(1, Ordering::SeqCst)) {
                 return respond("503 Service Unavailable", now_s, &json!({"error": "internal_failure"}));
             }
             if (issued_at - now_s).abs() > 300 {
@@ -145,18 +145,36 @@ fn requests_carry_the_token_of_the_gateway_and_no_credentials_of_the_client() {
 
 #[test]
 fn token_is_replaced_before_it_expires() {
-    let endpoint = Endpoint::start(Behavior { expires_in: 4, ..USUAL });
+    // Half of the lifetime is left for a machine that stalls.
+    let endpoint = Endpoint::start(Behavior { expires_in: 24, ..USUAL });
     let upstream = Upstream::start();
     let gateway = endpoint.gateway(&upstream);
-    eventually("the second token is used", || {
+    eventually("another token is used", || {
         assert_eq!(gateway.client().get("/").status, 200, "a token is always valid");
-        upstream.last().headers("authorization") == ["Bearer ya29.2"]
+        upstream.last().headers("authorization") != ["Bearer ya29.1"]
     });
 }
 
 #[test]
+fn reload_of_the_upstream_keeps_the_token_while_the_endpoint_is_down() {
+    let endpoint = Endpoint::start(Behavior { failures: 1..u64::MAX, ..USUAL });
+    let upstream = Upstream::start();
+    let gateway = endpoint.gateway(&upstream);
+    eventually("the first token is fetched", || gateway.client().get("/").status == 200);
+    reloads(&gateway, &config(&upstream).replace("google", "max_requests = 7\ngoogle"));
+    eventually("the next fetch fails", || gateway.log().contains("the last one stays in use"));
+    assert_eq!(gateway.client().get("/").status, 200);
+    assert_eq!(upstream.last().headers("authorization"), ["Bearer ya29.1"]);
+    // A token is not valid for another scope or another account.
+    let other = Endpoint::start(Behavior { failures: 0..u64::MAX, ..USUAL });
+    std::fs::write(gateway.directory().join("account.json"), &other.key_file).unwrap();
+    reloads(&gateway, &config(&upstream));
+    gateway.client().get("/").assert_problem(503, "there is no token");
+}
+
+#[test]
 fn requests_without_a_token_get_503_until_the_endpoint_answers() {
-    let endpoint = Endpoint::start(Behavior { failures: 2, ..USUAL });
+    let endpoint = Endpoint::start(Behavior { failures: 0..2, ..USUAL });
     let upstream = Upstream::start();
     let gateway = endpoint.gateway(&upstream);
     let reply = gateway.client().get("/");
