@@ -167,15 +167,28 @@ impl Limiter {
     pub async fn refund_before(&self, checks: &[LimitCheck<'_, '_>], deadline: Instant) -> Vec<Outcome> {
         let operation = Operation::Refund { charged_at: unix_us() };
         let charges: Vec<_> = checks.iter().map(|check| check.owned_charge()).collect();
-        if let Some(denials) = &self.store_handle.denials {
-            checks.iter().for_each(|check| denials.remove(check.key().local_hash()));
-        }
+        self.forget_denials(checks);
         match self.store_handle.call(DecidedBy::Store, self.started_for(deadline), operation, &charges).await {
             Ok(verdict) => verdict.outcomes,
             Err(error) => {
                 self.settlements.deliver_after(&error, operation, charges);
                 Vec::new()
             }
+        }
+    }
+
+    /// Undo the charges of a decision about these checks, as [`Decision::refund`] does. Return at `deadline` at the
+    /// latest: the refund is made even if the store answers later.
+    pub async fn undo_before(&self, checks: &[LimitCheck<'_, '_>], decision: &mut Decision<'_>, deadline: Instant) {
+        self.forget_denials(checks);
+        // After an error, the refund is repeated, or its cost counts as lost.
+        let _ = timeout(deadline.saturating_duration_since(monotonic()), decision.refund()).await;
+    }
+
+    /// Remove the cached denials of these checks, which a refund may admit.
+    fn forget_denials(&self, checks: &[LimitCheck<'_, '_>]) {
+        if let Some(denials) = &self.store_handle.denials {
+            checks.iter().for_each(|check| denials.remove(check.key().local_hash()));
         }
     }
 

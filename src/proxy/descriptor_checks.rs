@@ -16,7 +16,6 @@ use crate::limiter::overrides::OverrideTable;
 use crate::limiter::quota::Quota;
 use crate::limiter::settlement::Deferred;
 use crate::limiter::spec::LimitVariant;
-use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::StoreError;
 use crate::payload::envoy::{RateLimitDescriptor, RateLimitOverride, RateLimitRequest, Unit};
 use crate::snapshot::CompiledConfig;
@@ -253,6 +252,12 @@ where
             let checks = builder.descriptor(&mut call, descriptor, resolved);
             call.descriptors.push(checks);
         }
+        if !is_independent && call.groups.iter().any(|group| group.kind == GroupKind::Quota) {
+            let enforced = call.groups.iter_mut().filter(|group| group.kind == GroupKind::Enforced);
+            let checks = enforced.flat_map(|group| &mut group.charges);
+            // The quotas may deny the call.
+            checks.filter(|check| check.cost > 0).for_each(|check| check.deferred = Deferred::Refund);
+        }
         let charges: usize = call.groups.iter().map(|group| group.charges.len()).sum();
         let is_bounded = builder.weight <= MAX_REQUEST_WEIGHT && charges.max(call.refunds.len()) <= MAX_DESCRIPTORS;
         is_bounded.then_some(call)
@@ -291,7 +296,7 @@ where
             if !self.denies(&groups, GroupKind::Enforced) {
                 self.decide_groups(limiter, deadline, |kind| kind == GroupKind::Quota, &mut groups).await;
                 if self.denies(&groups, GroupKind::Quota) {
-                    self.refund_enforced(limiter, deadline, &groups).await;
+                    self.refund_enforced(limiter, deadline, &mut groups).await;
                 }
             }
         }
@@ -325,17 +330,12 @@ where
     }
 
     /// Undo the charges of the enforced limits of a call that the quotas deny.
-    async fn refund_enforced(&self, limiter: &Limiter, deadline: Deadline, decisions: &[GroupDecision<'_>]) {
+    async fn refund_enforced(&self, limiter: &Limiter, deadline: Deadline, decisions: &mut [GroupDecision<'a>]) {
         for (group, decision) in
             self.groups.iter().zip(decisions).filter(|(group, _)| group.kind == GroupKind::Enforced)
         {
             let GroupDecision::Decided(decision) = decision else { continue };
-            let is_charged = |check: &&LimitCheck<'_, '_>| check.cost > 0 && !decision.is_shadow_denied(check.limit);
-            let charged: Vec<_> = group.charges.iter().filter(is_charged).cloned().collect();
-            // The charges of a local share end with the outage.
-            if !charged.is_empty() && decision.decided_by == DecidedBy::Store {
-                limiter.refund_before(&charged, deadline.decide_by).await;
-            }
+            limiter.undo_before(&group.charges, decision, deadline.decide_by).await;
         }
     }
 }

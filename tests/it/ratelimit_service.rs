@@ -811,6 +811,20 @@ fn quotas_and_enforced_descriptors_charge_only_what_is_admitted() {
     assert_eq!(client.answer(&[peek(service("two"))]).1, [(Admitted, 2)], "the quota is not charged");
 }
 
+/// A sliding log finds what it refunds by the time of the charge.
+#[test]
+fn quotas_refund_a_sliding_log() {
+    let config = CONFIG.replace("3/day\"\nalgorithm = \"fixed-window\"", "3/day\"\nalgorithm = \"sliding-log\"");
+    let config = config.replace("limits = [\"all\"]\n", "limits = [\"all\"]\nquota_mode = true\n");
+    let (_redis, _gateway, client) = start(&config);
+    let spent = RateLimitDescriptor { hits_addend: Some(5), ..all() };
+    assert_eq!(client.answer(&[login("a"), spent]), Answer(Admitted, vec![(Admitted, 2), (Admitted, 0)]));
+    for _ in 0..5 {
+        assert_eq!(client.answer(&[login("a"), all()]), Answer(OverLimit, vec![(Admitted, 2), (OverLimit, 0)]));
+    }
+    assert_eq!(client.answer(&[login("a")]).1, [(Admitted, 1)], "the calls that the quota denies are refunded");
+}
+
 #[test]
 fn descriptors_are_independent_without_atomic() {
     let redis = Redis::start();
