@@ -376,14 +376,31 @@ impl Variables<'_> {
         let values = [
             ("url", quoted(&url)),
             ("node_id", quoted(&self.get_or("CONFIG_GRPC_XDS_NODE_ID", "default"))),
-            ("node_metadata", pairs(&self.get("CONFIG_GRPC_XDS_NODE_METADATA"), '=')),
-            ("headers", pairs(&self.get("CONFIG_GRPC_XDS_CLIENT_ADDITIONAL_HEADERS"), ':')),
+            ("node_metadata", self.pairs("CONFIG_GRPC_XDS_NODE_METADATA", '=')),
+            ("headers", self.pairs("CONFIG_GRPC_XDS_CLIENT_ADDITIONAL_HEADERS", ':')),
             ("tls", if is_tls { tls } else { String::new() }),
             ("ready_after", quoted(ready_after)),
         ];
         let values = values.iter().filter(|(_, value)| !value.is_empty());
         let values: Vec<_> = values.map(|(key, value)| format!("{key} = {value}")).collect();
         format!("{{ {} }}", values.join(", "))
+    }
+
+    /// Return the inline table for a list of keys and values, which is separated by commas. Return an empty text if the
+    /// list is empty.
+    fn pairs(&mut self, name: &str, separator: char) -> String {
+        let mut pairs = Vec::new();
+        for (pair, position) in self.get(name).split(',').zip(1..).filter(|(pair, _)| !pair.trim().is_empty()) {
+            match pair.split_once(separator) {
+                Some((key, value)) => pairs.push(format!("{} = {}", quoted(key.trim()), quoted(value.trim()))),
+                // The text may be a part of a secret.
+                None => self.issue(
+                    format!("{name}: element {position} has no `{separator}`"),
+                    &format!("write KEY{separator}VALUE, separated by commas"),
+                ),
+            }
+        }
+        if pairs.is_empty() { String::new() } else { format!("{{ {} }}", pairs.join(", ")) }
     }
 
     fn ratelimit(&mut self) -> Table {
@@ -410,16 +427,6 @@ impl Variables<'_> {
         }
         table
     }
-}
-
-/// Parse a list of `KEY=VALUE` or `KEY:VALUE`, separated by commas.
-fn pairs(text: &str, separator: char) -> String {
-    let pair = |pair: &str| {
-        let (key, value) = pair.split_once(separator)?;
-        Some(format!("{} = {}", quoted(key.trim()), quoted(value.trim())))
-    };
-    let pairs: Vec<_> = text.split(',').filter_map(pair).collect();
-    if pairs.is_empty() { String::new() } else { format!("{{ {} }}", pairs.join(", ")) }
 }
 
 /// Parse a truth value as envoyproxy/ratelimit does.
@@ -531,6 +538,9 @@ configuration = "/srv/runtime_data/current/config"
             ("PROMETHEUS_PATH", "/m"),
             ("GRPC_SERVER_USE_TLS", "true"),
             ("GRPC_UDS", "/run/r.sock"),
+            ("CONFIG_TYPE", "GRPC_XDS_SOTW"),
+            ("CONFIG_GRPC_XDS_NODE_METADATA", "a=b,c,"),
+            ("CONFIG_GRPC_XDS_CLIENT_ADDITIONAL_HEADERS", "authorization=s3cret"),
         ])
         .unwrap_err();
         let messages: Vec<_> = faulty.issues.iter().map(|issue| &*issue.message).collect();
@@ -542,6 +552,8 @@ configuration = "/srv/runtime_data/current/config"
             "PROMETHEUS_PATH is `/m`",
             "BACKEND_TYPE is `memcache`",
             "REDIS_URL is `one`",
+            "CONFIG_GRPC_XDS_NODE_METADATA: element 2 has no `=`",
+            "CONFIG_GRPC_XDS_CLIENT_ADDITIONAL_HEADERS: element 1 has no `:`",
             "SHADOW_MODE is `yes`",
             "GRPC_UDS is not supported",
         ];
