@@ -21,6 +21,7 @@ use crate::payload::envoy::{
     RateLimitResponse, Unit,
 };
 use crate::proxy::body;
+use crate::proxy::metrics::CallResult;
 use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService, check_peer};
 use crate::proxy::request::Peer;
 
@@ -58,8 +59,13 @@ async fn decide(
     let read = body::read_whole(request.body_mut(), service.snapshot, peer, &headers, MAX_MESSAGE).await;
     let answer = match read.map_err(|error| format!("the body cannot be read: {error}"))? {
         ReadBody::Whole(bytes) => {
-            let request = parse(&bytes)?;
-            service.decide(&request, peer).await.map_err(|CallError { message, .. }| message.to_owned())?
+            let decided = match parse(&bytes) {
+                Ok(request) => {
+                    service.decide(&request, peer).await.map_err(|CallError { message, .. }| message.to_owned())
+                }
+                Err(error) => Err(error),
+            };
+            decided.inspect_err(|_| service.snapshot.metrics.record_call(CallResult::Invalid))?
         }
         ReadBody::TooLong => service.deny_too_long(),
         ReadBody::NoCapacity => service.deny_unread(),

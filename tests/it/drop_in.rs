@@ -124,7 +124,7 @@ fn variables_of_the_reference_serve_calls_json_health_and_metrics() {
 #[test]
 fn body_that_is_no_request_gets_400_and_one_beyond_the_bounds_429() {
     let redis = Redis::start();
-    let gateway = start(&redis, &yaml(1), &[]);
+    let gateway = start(&redis, &yaml(1), &[("USE_PROMETHEUS", "true"), ("PROMETHEUS_ADDR", "0.0.0.0:0")]);
     let long = format!("{{\"domain\": \"{}\"}}", "x".repeat(300 << 10));
     let many = format!("{{\"domain\": \"edge\", \"descriptors\": [{}{{}}]}}", "{},".repeat(1000));
     let cases: [(&str, &[u8], u16); 10] = [
@@ -143,6 +143,10 @@ fn body_that_is_no_request_gets_400_and_one_beyond_the_bounds_429() {
         assert_eq!(post(&gateway, body).status, status, "{what}");
     }
     assert_eq!(get(&gateway, "/json").status, 400);
+    let metrics = Client::connect(([127, 0, 0, 1], gateway.admin().port()).into()).get("/metrics");
+    for count in ["invalid\"} 9\n", "unchecked\"} 2\n"] {
+        assert!(metrics.text().contains(&format!("ratelimit_calls_total{{result=\"{count}")), "{}", metrics.text());
+    }
     assert_eq!(get(&gateway, "/other").status, 404);
     let head = Client::connect(gateway.addresses()[1]).request("POST", "/healthcheck", &[], b"a body");
     assert_eq!(head.status, 200);
