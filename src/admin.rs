@@ -232,7 +232,8 @@ impl AdminServer {
         self.respond(request, connection).await.unwrap_or_else(ApiError::into_response)
     }
 
-    /// Respond to a request without the token if `admin.open` contains its path. The response names no server.
+    /// Respond to a request without the token if `admin.open` contains its path. The response contains
+    /// no state of a server; the labels of metrics contain names of the configuration.
     fn respond_openly(&self, request: &Request<Incoming>) -> Option<AdminResponse> {
         let active = self.state.config_handle.active();
         let open = &active.config.admin.as_ref()?.open;
