@@ -61,6 +61,7 @@ use crate::snapshot::listeners::{Listener, ListenerProtocol};
 use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};
+use crate::snapshot::xds::ReadyAfter;
 use crate::snapshot::{CompiledConfig, settings};
 use crate::telemetry::access_log::{AccessLog, LogDestination, TelemetrySinks};
 use crate::telemetry::log::LogFile;
@@ -352,9 +353,6 @@ impl App {
         // Stop the admin listener when this function returns, which is after the last request.
         let _end = self.admin_stop.drop_guard();
         let (unix, mut admin_socket_file) = self.admin_socket.unzip();
-        if self.admin.is_some() || unix.is_some() {
-            admin::start(AdminSockets { tcp: self.admin, unix }, &state).map_err(AppError::Worker)?;
-        }
         memory_watch::start(state.clone()).map_err(AppError::Worker)?;
         let gateways = Arc::<WorkerGateways>::default();
         let reloader = Reloader {
@@ -374,13 +372,17 @@ impl App {
             let (first, first_applied) = sync_channel(1);
             let client = XdsClient { settings: settings.clone(), config_handle, stop: stop.clone() };
             workers.push(client.start(first)?);
-            // The old process of a hot restart has descriptors, so wait for them before accepting connections.
+            // The old process of a hot restart has descriptors, so wait for them before accepting connections, also of
+            // the admin listener.
             if hot_restart::is_hot_restart()
                 && first_applied.recv_timeout(DESCRIPTORS_TIMEOUT) == Err(RecvTimeoutError::Timeout)
                 && settings.ready_after != ReadyAfter::Start
             {
                 return Err(AppError::NoDescriptors { server: settings.url.origin() });
             }
+        }
+        if self.admin.is_some() || unix.is_some() {
+            admin::start(AdminSockets { tcp: self.admin, unix }, &state).map_err(AppError::Worker)?;
         }
         if let Some(acme) = self.acme {
             workers.push(acme.start(state.clone(), stop.clone())?);
