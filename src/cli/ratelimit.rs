@@ -22,7 +22,7 @@ pub(super) const PROGRAM: &str = "ratelimit";
 #[derive(Debug, Args)]
 #[command(after_help = examples![
     "RUNTIME_ROOT=/etc/ratelimit REDIS_SOCKET_TYPE=tcp REDIS_URL=127.0.0.1:6379 sluicegate ratelimit",
-    "sluicegate ratelimit --print > gateway.toml",
+    "sluicegate ratelimit --print > ratelimit.toml",
 ])]
 pub(super) struct Arguments {
     /// Print the configuration that the variables describe, and exit

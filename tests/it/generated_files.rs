@@ -199,6 +199,9 @@ fn examples_of_the_help_work() {
             let script = example.replace("127.0.0.1:9180", &admin).replace("/run/sluicegate/", "./");
             // `check` warns that the totals of `usage` are only in memory, so run it without `--strict`.
             let script = script.replace("api.example.com", "localhost").replace("check --strict", "check");
+            // tests/it/drop_in.rs starts the service, which has fixed ports by default.
+            let starts_service = script.ends_with("sluicegate ratelimit");
+            let script = script + if starts_service { " --print" } else { "" };
             // This gateway never becomes ready, because its ACME CA does not exist. So probe only whether it is live.
             let is_ready_check = script.starts_with("sluicegate probe") && !script.contains("--live");
             let script = script + if is_ready_check { " --live" } else { "" };
