@@ -24,7 +24,7 @@ use crate::http::url::HttpUrl;
 /// Scope of the tokens for all APIs of Google Cloud. The roles of the account restrict what the tokens permit.
 pub const CLOUD_PLATFORM: &str = "https://www.googleapis.com/auth/cloud-platform";
 
-/// Headers by which a client would send a key of its own, or choose the project that pays.
+/// Headers by which a client would send another key, or choose the project that pays.
 const CLIENT_HEADERS: [HeaderName; 2] =
     [HeaderName::from_static("x-goog-api-key"), HeaderName::from_static("x-goog-user-project")];
 
