@@ -81,7 +81,7 @@ use crate::proxy::holdings::{Held, Holdings};
 use crate::proxy::llm::LlmRequest;
 use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::metrics::{LimitDecision, RequestMetrics};
-use crate::proxy::named_limits::NamedLimits;
+use crate::proxy::named_limits::{NamedCall, NamedLimits};
 use crate::proxy::ratelimit_service::RateLimitService;
 use crate::proxy::record::Record;
 use crate::proxy::rejection::{LlmError, Rejection};
@@ -314,6 +314,7 @@ impl Gateway {
             request_body::discard_body(request, flow);
             return Err(error);
         }
+        let received_at = monotonic();
         let head = request_head(&request);
         let read = body::read_whole(request.body_mut(), snapshot, peer, head.headers(), decision_api::MAX_BODY).await?;
         let take = |id| self.held_decisions.take(id).ok_or_else(ApiError::unknown_decision);
@@ -328,7 +329,8 @@ impl Gateway {
                     Ok(decision_api::decisions(&decisions))
                 }
                 Check::Limits(limits) => {
-                    Ok(decision_api::decision(&self.check_limits(&snapshot.config, &limits, peer).await?))
+                    let call = NamedCall { head: &head, peer, received_at };
+                    Ok(decision_api::decision(&self.check_limits(&snapshot.config, &limits, &call).await?))
                 }
             },
             ApiMethod::Settle => {
@@ -380,10 +382,10 @@ impl Gateway {
         &self,
         config: &CompiledConfig,
         Limits { limits, reserve }: &Limits,
-        peer: &Peer,
+        call: &NamedCall<'_>,
     ) -> Result<ApiDecision, ApiError> {
         let named = NamedLimits::resolve(limits, config).map_err(ApiError::bad_request)?;
-        let time = decisions::settings(config, peer.listener).and_then(|settings| settings.settle_timeout);
+        let time = decisions::settings(config, call.peer.listener).and_then(|settings| settings.settle_timeout);
         if time.is_none() && (*reserve || named.has_permits()) {
             let detail = "set `settle_timeout` in the [[listener]] to reserve costs, or to limit concurrency";
             return Err(ApiError::bad_request(detail));
@@ -393,15 +395,23 @@ impl Gateway {
         }
         let overrides = self.limiter.overrides.current();
         let checks = named.checks(overrides.as_deref(), *reserve).map_err(ApiError::bad_request)?;
+        let started_at = monotonic();
         let decision = self.limiter.check(&checks).await;
+        let elapsed = started_at.elapsed();
         for check in &checks {
             if let Some(effect) = LimitDecision::from_result(check, &decision) {
                 self.request_metrics.limits.get_or_create(&check.limit.name, self.worker).increment(effect as usize);
             }
         }
-        let mut decision = decision.map_err(|_| ApiError::store_unavailable())?;
         let mut response = Response::new(Body::full(""));
-        *response.status_mut() = named.answer(&decision, response.headers_mut());
+        *response.status_mut() = match &decision {
+            Ok(decision) => named.answer(decision, response.headers_mut()),
+            Err(_) => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        if let Some(log) = &self.sinks.access_log {
+            call.write_record(log, &checks, &decision, response.status(), elapsed);
+        }
+        let mut decision = decision.map_err(|_| ApiError::store_unavailable())?;
         if let Some(time) = time
             && let Some(held) = HeldDecision::take(&mut decision, HeldLimits::Named(named.specs()))
         {

@@ -126,8 +126,8 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
         "proxy",
         &[
             &["decision_api", "ext_authz", "ratelimit_json"],
-            &["ratelimit_service"],
-            &["decisions", "held_decisions", "named_limits", "record"],
+            &["named_limits", "ratelimit_service"],
+            &["decisions", "held_decisions", "record"],
             &["descriptor_checks", "holdings"],
             &["local_reply"],
             &["admission", "forward", "forward_auth"],

@@ -1,20 +1,26 @@
 //! Checks of limits that a program names in the JSON API, with the identity and the cost of each.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, Request, StatusCode};
 use serde::Deserialize;
 
 use crate::http::ratelimit_headers::{HeaderStyle, append_decision_headers};
 use crate::identity::display::{IdentityInput, ResolvedIdentity};
 use crate::limiter::algorithm::MAX_REQUEST_WEIGHT;
 use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
 use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::limiter::settlement::Deferred;
 use crate::limiter::spec::LimitSpec;
+use crate::proxy::record::{DecisionRecord, decision_info};
+use crate::proxy::request::Peer;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::limits::CompiledLimit;
+use crate::telemetry::access_log::{AccessLog, DecisionInfo};
+use crate::telemetry::trace::TraceParent;
 
 /// Maximum number of limits in a call.
 const MAX_LIMITS: usize = 64;
@@ -32,6 +38,45 @@ pub(super) struct NamedLimit {
 
 fn one() -> u64 {
     1
+}
+
+/// The call that names limits.
+pub(super) struct NamedCall<'a> {
+    pub(super) head: &'a Request<()>,
+    pub(super) peer: &'a Peer,
+    pub(super) received_at: Instant,
+}
+
+impl NamedCall<'_> {
+    /// Write the access log record of the decision. Its status is the status in the decision.
+    pub(super) fn write_record(
+        &self,
+        log: &AccessLog,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Result<Decision<'_>, StoreUnavailable>,
+        status: StatusCode,
+        elapsed: Duration,
+    ) {
+        let decided = decision.as_ref().ok();
+        let outcome = match decided {
+            Some(decision) if decision.admitted => "ok",
+            Some(_) => "rate-limited",
+            None => "store-unavailable",
+        };
+        let info = DecisionInfo { duration: elapsed, ..decision_info(checks, decided) };
+        DecisionRecord {
+            peer: self.peer,
+            trace: TraceParent::from_headers(self.head.headers()),
+            host: None,
+            path: "/v1/check",
+            version: self.head.version(),
+            received_at: self.received_at,
+            status,
+            outcome,
+            decision: Some(&info),
+        }
+        .write(log);
+    }
 }
 
 /// The limits of a call, with their identities. All of them are one decision.

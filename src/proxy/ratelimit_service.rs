@@ -5,7 +5,7 @@ use std::mem;
 use std::time::{Duration, Instant};
 
 use bytes::BytesMut;
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, Request, Response, StatusCode, Version};
 use hyper::body::Incoming;
 use prost::Message;
 use tokio::time::timeout;
@@ -32,10 +32,10 @@ use crate::proxy::descriptor_checks::{
     MAX_DESCRIPTORS, MatchedRule, entries, resolve,
 };
 use crate::proxy::metrics::{CallResult, Hits, LimitDecision};
-use crate::proxy::record::{decision_info, merge_decision_infos};
+use crate::proxy::record::{DecisionRecord, decision_info, merge_decision_infos};
 use crate::proxy::request::Peer;
 use crate::snapshot::descriptors::DescriptorHeaders;
-use crate::telemetry::access_log::{AccessLog, AccessRecord, DecisionInfo, TelemetrySinks};
+use crate::telemetry::access_log::{AccessLog, DecisionInfo, TelemetrySinks};
 use crate::telemetry::trace::TraceParent;
 
 /// Name of the service, also for health checks.
@@ -304,39 +304,23 @@ fn write_access_record(
     });
     let info = infos.reduce(merge_decision_infos).map(|info| DecisionInfo { duration: elapsed, ..info });
     let is_failed = decision.groups.iter().any(|group| matches!(group, GroupDecision::Failed));
-    let duration = monotonic().saturating_duration_since(received.received_at);
-    let domain = String::from_utf8_lossy(&request.domain);
-    log.write(&AccessRecord {
-        time: unix_us().saturating_sub(duration.as_micros() as u64),
-        client: received.peer.address,
-        method: "POST",
-        scheme: if received.peer.forwarded.scheme == "https" { "https" } else { "http" },
-        host: Some(&domain),
+    let ReceivedCall { peer, trace, received_at, .. } = *received;
+    DecisionRecord {
+        peer,
+        trace,
+        host: Some(&String::from_utf8_lossy(&request.domain)),
         path: METHOD,
-        protocol: "HTTP/2.0",
-        status: if decision.is_admitted { 200 } else { 429 },
-        bytes: 0,
-        bytes_received: None,
-        complete: true,
-        duration_ms: duration,
-        route: None,
+        version: Version::HTTP_2,
+        received_at,
+        status: if decision.is_admitted { StatusCode::OK } else { StatusCode::TOO_MANY_REQUESTS },
         outcome: match decision.is_admitted {
             true => "ok",
             false if is_failed => "store-unavailable",
             false => "rate-limited",
         },
-        reason: None,
-        consumer: None,
         decision: info.as_ref(),
-        model: None,
-        tokens: None,
-        upstream: None,
-        referer: None,
-        user_agent: None,
-        request_id: "-",
-        trace_id: received.trace.map(|parent| parent.trace_id),
-        sample_rate: None,
-    });
+    }
+    .write(log);
 }
 
 /// Count a call, and the effects of its descriptors and limits.

@@ -756,7 +756,7 @@ fn without_query(url: &str) -> &str {
 }
 
 /// Return the name of an HTTP version, as in a request line.
-fn protocol(version: Version) -> &'static str {
+pub fn protocol(version: Version) -> &'static str {
     match version {
         Version::HTTP_09 => "HTTP/0.9",
         Version::HTTP_10 => "HTTP/1.0",

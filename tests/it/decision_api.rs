@@ -1,6 +1,8 @@
 //! The JSON API of decisions on a listener with `protocol = "decisions"`: `POST /v1/check`, `/v1/settle` and
 //! `/v1/release`.
 
+use std::fs;
+
 use serde_json::{Value, json};
 
 use crate::support::client::Reply;
@@ -271,6 +273,38 @@ fn named_limits_are_one_decision_and_the_limits_of_routes() {
         assert!(reply.text().contains(part), "{part}: {}", reply.text());
     }
     assert_eq!(remaining(&gateway, "tokens"), 400);
+}
+
+#[test]
+fn decision_about_named_limits_has_an_access_log_record() {
+    let redis = Redis::start();
+    let log = "[log]\naccess = { to = \"access.log\", fields = [\"all\"] }\n";
+    let closed = "[limit.closed]\nby = \"header:x-user\"\nquota = \"5/day\"\non_store_error = \"deny\"\n";
+    let gateway = Gateway::start(&format!("{SETTLED}{closed}{log}{}", redis.store()));
+    let limits = json!({ "limits": [named("tokens", 600), named("closed", 1)], "reserve": true });
+    assert_eq!(check(&gateway, &limits)["status"], 200);
+    assert_eq!(check(&gateway, &limits)["status"], 429);
+    drop(redis);
+    let failed = post(&gateway, "/v1/check", &json!({ "limits": [named("closed", 1)] }));
+    failed.assert_problem(503, "the store is down");
+    let written = || fs::read_to_string(gateway.directory().join("access.log")).unwrap();
+    eventually("the records are written", || written().lines().count() == 3);
+    let records: Vec<Value> = written().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for (record, expected) in records.iter().zip([
+        json!([200, "ok", "allowed", "store"]),
+        json!([429, "rate-limited", "denied", "store"]),
+        json!([503, "store-unavailable", "store_error", null]),
+    ]) {
+        let found = json!([record["status"], record["outcome"], record["decision"], record["decided_by"]]);
+        assert_eq!(found, expected, "{record}");
+        assert_eq!(json!([record["method"], record["path"], record["route"]]), json!(["POST", "/v1/check", null]));
+    }
+    let limits = records[0]["limits"].as_array().unwrap();
+    assert_eq!(
+        json!([limits[0]["limit"], limits[0]["reserved"], limits[1]["limit"]]),
+        json!(["tokens", 600, "closed"])
+    );
+    assert_eq!((&records[1]["limit"], &records[1]["remaining"]), (&json!("tokens"), &json!(400)), "{}", records[1]);
 }
 
 #[test]
