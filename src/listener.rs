@@ -32,7 +32,7 @@ use crate::http::flow::ConnectionActivity;
 use crate::identity::client_cert;
 use crate::identity::client_cert::ClientCertificate;
 use crate::limiter::metrics::Counter;
-use crate::listener::handshake::{LOG_INTERVAL, Protocol, ProxyError, ProxySource};
+use crate::listener::handshake::{Accepted, LOG_INTERVAL, Protocol, ProxyError, ProxySource};
 use crate::listener::http_connection::{
     BoxError, CloseReason, HttpConnection, SelectiveWaker, lingering_close, reset_on_close,
 };
@@ -222,20 +222,17 @@ impl Server {
         } else {
             None
         };
-        // Load the verifier first: if it is replaced now, the certificate of the client is verified twice.
         let has_websockets = listener.has_websockets;
-        let client_verifier = listener.tls.as_ref().and_then(|tls| tls.tls.client_verifier());
-        let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
-        let challenges = listener.tls.as_ref().and_then(|tls| tls.tls.pending_challenges());
-        let client_hello = match acceptor {
+        let tls = listener.tls.as_ref().map(|tls| tls.tls.clone());
+        let client_hello = match tls {
             Some(_) => timeout_at(deadline, Box::pin(handshake::peek_client_hello(&stream))).await??,
             None => Vec::new(),
         };
-        if acceptor.is_some() && client_hello.is_empty() {
+        if tls.is_some() && client_hello.is_empty() {
             // Do not log a client that closes the connection without sending a byte, as TCP health checks do.
             return Ok(());
         }
-        if acceptor.is_some() && handshake::is_plain_http(&client_hello) {
+        if tls.is_some() && handshake::is_plain_http(&client_hello) {
             drop(config);
             return self.reject_plain_http(stream, peer.address, deadline).await;
         }
@@ -251,7 +248,7 @@ impl Server {
             HttpConnection { gateway, peer, settings, activity, serves, buffer_budget, drain, has_websockets }
         };
         // Box the future, because the task would otherwise reserve space for it until the connection is closed.
-        let close_reason = match acceptor {
+        let close_reason = match tls {
             None => {
                 let protocol = tokio::select! {
                     biased;
@@ -267,14 +264,8 @@ impl Server {
                 };
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
             }
-            Some(acceptor) => {
-                let handshake = Box::pin(async {
-                    match &challenges {
-                        None => acceptor.accept(stream).await.map(Some),
-                        Some(challenges) => handshake::accept_or_validate(&acceptor, challenges, stream).await,
-                    }
-                });
-                let accepted = match timeout_at(deadline, handshake).await {
+            Some(tls) => {
+                let accepted = match timeout_at(deadline, Box::pin(handshake::accept(&tls, stream))).await {
                     Ok(Ok(accepted)) => accepted,
                     Ok(Err(error)) => {
                         let failure = HandshakeFailure::from_error(&error);
@@ -288,9 +279,11 @@ impl Server {
                 };
                 // `None` means that a CA has validated a name. Close the connection, because the CA sends nothing after
                 // the handshake (RFC 8737 §3).
-                let Some(stream) = accepted.map(Box::new) else { return Ok(()) };
-                drop(client_hello);
+                let Some(Accepted { stream, client_verifier }) = accepted else { return Ok(()) };
+                drop((client_hello, tls));
+                let stream = Box::new(stream);
                 let session = stream.get_ref().1;
+                peer.server_name = Some(session.server_name().unwrap_or_default().to_ascii_lowercase().into());
                 self.metrics.record_handshake(session.protocol_version(), session.alpn_protocol());
                 if let (Some(chain @ [certificate, ..]), Some(verifier)) =
                     (session.peer_certificates(), client_verifier)

@@ -60,7 +60,7 @@ use crate::snapshot::descriptor_files::{DescriptorFiles, FileContext};
 use crate::snapshot::descriptors::{DescriptorHeaders, DescriptorTable};
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::{CompiledLimit, LimitContext};
-use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, WarningSubject};
+use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, ListenerTls, WarningSubject};
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::routes::{Route, RouteCompiler};
@@ -360,7 +360,7 @@ impl CompiledConfig {
             for (certificate_index, text) in tls.iter().flat_map(listeners::shadowed_certificates) {
                 warnings.push((WarningSubject::Certificate(index, certificate_index), text));
             }
-            if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
+            if tls.as_ref().is_some_and(ListenerTls::requests_client_certificates) {
                 continue;
             }
             for compiled in self.limits.values() {

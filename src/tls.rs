@@ -2,7 +2,7 @@
 //! client certificates, and trust roots. Certificates and the verifier of client certificates can be replaced while
 //! connections are open.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +23,6 @@ use rustls::server::{
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::{RootCertStore, SignatureAlgorithm, SignatureScheme};
 use tokio::sync::Notify;
-use tokio_rustls::TlsAcceptor;
 use x509_parser::certificate::{Validity, X509Certificate};
 use x509_parser::extensions::GeneralName;
 use x509_parser::parse_x509_certificate;
@@ -111,11 +110,30 @@ pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 #[derive(Debug)]
 pub struct DownstreamTls {
     certificates: Arc<SniResolver>,
+    /// The first policy applies to all hosts that `policy_by_host` does not contain.
+    policies: Box<[ClientPolicy]>,
+    /// The index in `policies` of each host. The key of a wildcard is the part after `*`, such as `.example.com`.
+    policy_by_host: HashMap<Box<str>, usize>,
+}
+
+/// Verification of the client certificates of some hosts.
+#[derive(Debug)]
+pub struct ClientPolicy {
     config: ArcSwap<ServerConfig>,
-    /// The verifier in `config`. `None` if the listener requests no client certificates.
-    client_verifier: ArcSwapOption<ClientVerifier>,
-    /// Whether `set_client_verifier` has been called.
-    client_trust_changed: AtomicBool,
+    /// The verifier in `config`. `None` if the gateway requests no client certificates.
+    verifier: ArcSwapOption<ClientVerifier>,
+    /// Whether the verifier has been replaced.
+    is_replaced: AtomicBool,
+}
+
+/// The settings for one handshake.
+#[derive(Debug)]
+pub struct Handshake {
+    /// The configuration of rustls.
+    pub config: Arc<ServerConfig>,
+    /// The verifier of client certificates. If it is replaced during the handshake, this is the replaced verifier, so
+    /// that the first request verifies the certificate again.
+    pub client_verifier: Option<Arc<ClientVerifier>>,
 }
 
 /// The source of the certificates of a listener.
@@ -195,6 +213,11 @@ impl ClientVerifier {
         Ok(ClientVerifier(verifier.build()?))
     }
 
+    /// Return whether clients must present a certificate.
+    pub fn is_mandatory(&self) -> bool {
+        self.0.client_auth_mandatory()
+    }
+
     /// Return whether the certificate chain of a client is trusted and valid at this time (seconds since the Unix
     /// epoch). The first certificate is the client's own certificate.
     pub fn trusts(&self, chain: &[CertificateDer<'_>], now_s: u64) -> bool {
@@ -205,30 +228,47 @@ impl ClientVerifier {
 }
 
 impl DownstreamTls {
-    /// Create a TLS configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN.
+    /// Create a TLS configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN. `client_verifier` applies
+    /// to all hosts that `verifiers_by_host` does not contain. A host is a name in canonical form, or `*.` and a name.
     ///
     /// # Errors
     /// Rustls rejects the TLS configuration.
-    pub fn new(source: CertificateSource, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
+    pub fn new(
+        source: CertificateSource,
+        client_verifier: Option<ClientVerifier>,
+        verifiers_by_host: Vec<(Vec<String>, Option<ClientVerifier>)>,
+    ) -> Result<Self, TlsError> {
         let certificates = Arc::new(match source {
             CertificateSource::Files(certificates) => {
                 SniResolver::Files(certificates.into_iter().map(ArcSwap::from_pointee).collect())
             }
             CertificateSource::Managed(names, managed) => SniResolver::Managed(names, ArcSwap::new(managed)),
         });
-        let config = ArcSwap::from_pointee(server_config(certificates.clone(), client_verifier.as_ref())?);
-        let client_verifier = ArcSwapOption::new(client_verifier.map(Arc::new));
-        Ok(DownstreamTls { certificates, config, client_verifier, client_trust_changed: AtomicBool::new(false) })
+        let mut policies = vec![ClientPolicy::new(&certificates, client_verifier)?];
+        let mut policy_by_host = HashMap::new();
+        for (hosts, verifier) in verifiers_by_host {
+            let key = |host: String| host.strip_prefix('*').unwrap_or(&host).into();
+            policy_by_host.extend(hosts.into_iter().map(|host| (key(host), policies.len())));
+            policies.push(ClientPolicy::new(&certificates, verifier)?);
+        }
+        Ok(DownstreamTls { certificates, policies: policies.into(), policy_by_host })
     }
 
-    /// Return the current verifier of client certificates.
-    pub fn client_verifier(&self) -> Option<Arc<ClientVerifier>> {
-        self.client_verifier.load_full()
+    /// Return whether hosts of this listener differ in the verification of client certificates.
+    pub fn has_host_policies(&self) -> bool {
+        !self.policy_by_host.is_empty()
     }
 
-    /// Return a TLS acceptor with the current settings, for the next connection.
-    pub fn acceptor(&self) -> TlsAcceptor {
-        TlsAcceptor::from(self.config.load_full())
+    /// Return the index of the policy for a host in canonical form. An exact name takes precedence over wildcards, and a
+    /// long wildcard over a short one, as in routes.
+    pub fn policy_index(&self, host: &str) -> usize {
+        let of_wildcard = || host.match_indices('.').find_map(|(dot, _)| self.policy_by_host.get(&host[dot..]));
+        self.policy_by_host.get(host).or_else(of_wildcard).copied().unwrap_or_default()
+    }
+
+    /// Return the policy for a host in canonical form. An empty host stands for a client without SNI.
+    pub fn policy(&self, host: &str) -> &ClientPolicy {
+        if self.policy_by_host.is_empty() { &self.policies[0] } else { &self.policies[self.policy_index(host)] }
     }
 
     /// Return the certificates from files, in the order of the configuration.
@@ -272,29 +312,57 @@ impl DownstreamTls {
         }
     }
 
-    /// Replace the verifier of client certificates. Afterwards, clients cannot resume older TLS sessions, because
-    /// resumption would skip the verification. The certificates of open connections are verified again.
+    /// Replace the verifier of client certificates of a policy, by its index. Afterwards, clients cannot resume older TLS
+    /// sessions, because resumption would skip the verification. The certificates of open connections are verified again.
     ///
     /// # Errors
     /// Rustls rejects the TLS configuration.
-    pub fn set_client_verifier(&self, client_verifier: ClientVerifier) -> Result<(), TlsError> {
-        self.config.store(Arc::new(server_config(self.certificates.clone(), Some(&client_verifier))?));
-        self.client_verifier.store(Some(Arc::new(client_verifier)));
-        self.client_trust_changed.store(true, Ordering::Relaxed);
+    pub fn set_client_verifier(&self, policy: usize, verifier: ClientVerifier) -> Result<(), TlsError> {
+        let config = server_config(self.certificates.clone(), Some(&verifier))?;
+        let policy = &self.policies[policy];
+        policy.config.store(Arc::new(config));
+        policy.verifier.store(Some(Arc::new(verifier)));
+        policy.is_replaced.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Return whether the verifier of client certificates has ever been replaced.
-    pub fn has_client_trust_changed(&self) -> bool {
-        self.client_trust_changed.load(Ordering::Relaxed)
+    /// Return whether the verifier of a policy has ever been replaced.
+    pub fn has_client_trust_changed(&self, policy: usize) -> bool {
+        self.policies[policy].is_replaced.load(Ordering::Relaxed)
     }
 
-    /// Accept the TLS session tickets that `other` has issued. The caller must ensure that both configurations verify
-    /// clients in the same way.
-    pub fn use_ticketer_of(&self, other: &DownstreamTls) {
-        let mut config = (*self.config.load_full()).clone();
-        config.ticketer = other.config.load().ticketer.clone();
-        self.config.store(Arc::new(config));
+    /// Accept the TLS session tickets that a policy of `other` has issued, for the policy with the same index. The caller
+    /// must ensure that both policies verify clients in the same way.
+    pub fn use_ticketer_of(&self, other: &DownstreamTls, policy: usize) {
+        let [own, other] = [self, other].map(|tls| &tls.policies[policy].config);
+        let mut config = (*own.load_full()).clone();
+        config.ticketer = other.load().ticketer.clone();
+        own.store(Arc::new(config));
+    }
+}
+
+impl ClientPolicy {
+    fn new(certificates: &Arc<SniResolver>, verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
+        let config = ArcSwap::from_pointee(server_config(certificates.clone(), verifier.as_ref())?);
+        let verifier = ArcSwapOption::new(verifier.map(Arc::new));
+        Ok(ClientPolicy { config, verifier, is_replaced: AtomicBool::new(false) })
+    }
+
+    /// Return the current verifier of client certificates.
+    pub fn verifier(&self) -> Option<Arc<ClientVerifier>> {
+        self.verifier.load_full()
+    }
+
+    /// Return whether a connection without a client certificate must not serve requests.
+    pub fn requires_certificate(&self) -> bool {
+        self.verifier.load().as_ref().is_some_and(|verifier| verifier.is_mandatory())
+    }
+
+    /// Return the current settings, for the next handshake.
+    pub fn handshake(&self) -> Handshake {
+        // Load the verifier first, because `set_client_verifier` replaces it last.
+        let client_verifier = self.verifier();
+        Handshake { config: self.config.load_full(), client_verifier }
     }
 }
 

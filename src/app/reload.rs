@@ -235,10 +235,8 @@ impl CompiledConfig {
                 .for_each(|tls| tls.tls.use_managed(&acme.certificates));
         }
         for (listener, previous) in self.listeners.iter().zip(&previous.listeners) {
-            if let (Some(tls), Some(before)) = (&listener.tls, &previous.tls)
-                && tls.same_trust(before)
-            {
-                tls.tls.use_ticketer_of(&before.tls);
+            if let (Some(tls), Some(before)) = (&listener.tls, &previous.tls) {
+                tls.use_sessions_of(before);
             }
         }
         self.store.gateways.set_counted(previous.store.gateways.counted());

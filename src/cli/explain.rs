@@ -513,7 +513,9 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
         out,
         &format!("{} {}{}", explanation.method, explanation.host.as_deref().unwrap_or(""), explanation.raw_path),
     )?;
-    let width = if explanation.listener.is_some() { "listener".len() } else { "client".len() };
+    let items = [("listener", &explanation.listener), ("client certificate", &explanation.client_certificate)];
+    let items: Vec<_> = items.into_iter().filter_map(|(label, text)| Some((label, text.as_ref()?))).collect();
+    let width = max_width(items.iter().map(|(label, _)| *label).chain(["client"]));
     if let Some(path) = explanation.path.as_ref().filter(|path| **path != explanation.raw_path) {
         write_item(out, width, "path", &[format!("{path} (canonical form)")])?;
     }
@@ -524,7 +526,7 @@ fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<
         (None, false) => format!("{address}, the peer, which is not a trusted proxy"),
     };
     write_item(out, width, "client", &[text])?;
-    explanation.listener.iter().try_for_each(|name| write_item(out, width, "listener", std::slice::from_ref(name)))
+    items.into_iter().try_for_each(|(label, text)| write_item(out, width, label, std::slice::from_ref(text)))
 }
 
 fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {

@@ -349,6 +349,33 @@ pub struct ListenerTls {
     /// certificate. `"required"`: the TLS handshake fails without a client certificate.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
+    /// Other client certificates for single hosts: `[{ hosts = ["admin.example.com"], client_ca = "certs/staff-ca.pem",
+    /// client_auth = "required" }]`. The SNI name of the client selects the entry. `client_ca` and `client_auth` of the
+    /// listener apply to all other hosts. Requires `protocol = "http"`.
+    pub per_host: Option<Vec<Spanned<HostClients>>>,
+}
+
+/// `per_host` of `tls`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["hosts"]))]
+pub struct HostClients {
+    /// Names of hosts. `"*.example.com"` includes all subdomains. A long name takes precedence over a short one.
+    pub hosts: Option<Vec<Text>>,
+    /// PEM file of CA certificates that issue the client certificates of these hosts. Default: the gateway requests no
+    /// client certificate for these hosts.
+    pub client_ca: Option<Text>,
+    /// Whether clients of these hosts must send a certificate. Requires `client_ca`.
+    #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
+    pub client_auth: Option<Text>,
+}
+
+impl ListenerTls {
+    /// Return whether the gateway requests a client certificate for at least one host.
+    pub fn requests_client_certificates(&self) -> bool {
+        let mut per_host = self.per_host.iter().flatten();
+        self.client_ca.is_some() || per_host.any(|hosts| hosts.get_ref().client_ca.is_some())
+    }
 }
 
 /// `{ cert = "…", key = "…" }`

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -22,7 +23,7 @@ use crate::clock::LogThrottle;
 use crate::http::problem;
 use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::{PARSER_PROXY_STATUS, ReclaimableStream};
-use crate::tls::{ALPN_ACME_TLS, ManagedCertificates};
+use crate::tls::{ALPN_ACME_TLS, ClientVerifier, DownstreamTls, Handshake};
 use crate::upstream::connector::ProxiedConnection;
 
 /// Minimum interval between log messages of one kind. Without this interval, clients could fill the log.
@@ -89,27 +90,43 @@ pub(super) fn log_unexpected_tls(listener: Option<SocketAddr>, network: &str) {
     }
 }
 
+/// A TLS connection after its handshake.
+pub(super) struct Accepted<S> {
+    /// The decrypted stream.
+    pub(super) stream: TlsStream<S>,
+    /// The verifier of client certificates for the server name. `None` if no client certificate was requested.
+    pub(super) client_verifier: Option<Arc<ClientVerifier>>,
+}
+
 /// Accept the handshake of a client. For a CA that validates a name by TLS-ALPN-01 (RFC 8737), complete the validation
 /// and return `None`.
 ///
 /// # Errors
 /// The handshake fails, or there is no challenge for the name.
-pub(super) async fn accept_or_validate<S: AsyncRead + AsyncWrite + Unpin>(
-    acceptor: &TlsAcceptor,
-    challenges: &ManagedCertificates,
+pub(super) async fn accept<S: AsyncRead + AsyncWrite + Unpin>(
+    tls: &DownstreamTls,
     stream: S,
-) -> io::Result<Option<TlsStream<S>>> {
+) -> io::Result<Option<Accepted<S>>> {
+    let challenges = tls.pending_challenges();
+    if challenges.is_none() && !tls.has_host_policies() {
+        let Handshake { config, client_verifier } = tls.policy("").handshake();
+        let stream = TlsAcceptor::from(config).accept(stream).await?;
+        return Ok(Some(Accepted { stream, client_verifier }));
+    }
     let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
     let hello = start.client_hello();
-    let is_validation = hello.alpn().is_some_and(|mut protocols| protocols.any(|protocol| protocol == ALPN_ACME_TLS));
-    if !is_validation {
-        return start.into_stream(acceptor.config().clone()).await.map(Some);
+    let is_validation = |name: &[u8]| name == ALPN_ACME_TLS;
+    if let Some(challenges) = challenges.filter(|_| hello.alpn().is_some_and(|mut names| names.any(is_validation))) {
+        let config = hello.server_name().and_then(|name| challenges.tls_challenge(name));
+        let config = config.ok_or(io::Error::other("there is no ACME challenge for the server name"))?;
+        let mut stream = start.into_stream(config).await?;
+        stream.shutdown().await?;
+        return Ok(None);
     }
-    let config = hello.server_name().and_then(|name| challenges.tls_challenge(name));
-    let config = config.ok_or(io::Error::other("there is no ACME challenge for the server name"))?;
-    let mut stream = start.into_stream(config).await?;
-    stream.shutdown().await?;
-    Ok(None)
+    let name = hello.server_name().unwrap_or_default().to_ascii_lowercase();
+    let Handshake { config, client_verifier } = tls.policy(&name).handshake();
+    let stream = start.into_stream(config).await?;
+    Ok(Some(Accepted { stream, client_verifier }))
 }
 
 /// Log a failed handshake, at most once per `LOG_INTERVAL` for each kind of failure. `network` is the client network,

@@ -39,6 +39,7 @@ use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::listeners::{Listener, ListenerProtocol};
 use crate::snapshot::routes::{Route, RouteLimits};
+use crate::tls::ClientPolicy;
 
 /// Path of HTTP-01 challenges, without the token at its end (RFC 8555 §8.3).
 const HTTP_CHALLENGE_PATH: &str = "/.well-known/acme-challenge/";
@@ -260,6 +261,7 @@ async fn run<'a, I: AdmissionIo>(
     }
     // Target: host and path in canonical form.
     let target = RequestTarget::from_head(head, &facts.config.server)?;
+    check_server_name(facts.config, &target.host, &origin)?;
     let request = TargetedRequest { head, target: &target, origin };
     // Route and access rules. If the route depends on the body, the access rules of the listener come first.
     let mut body = None;
@@ -451,13 +453,32 @@ async fn inspect<'a, I: AdmissionIo>(
 
 // === Authentication ===
 
+/// Check that the connection was opened for a host whose clients are verified in the same way as those of the requested
+/// host. Otherwise, a client could get the certificate of one host verified and send its requests to another host.
+/// HTTP/2 clients reuse connections for all names of the server certificate (RFC 9113 §9.1.1).
+fn check_server_name<'a>(config: &CompiledConfig, host: &str, origin: &Origin<'_>) -> Result<(), Rejection<'a>> {
+    let Some(server_name) = origin.server_name else { return Ok(()) };
+    let tls = config.listeners.get(origin.listener).and_then(|listener| listener.tls.as_ref());
+    match tls.map(|tls| &tls.tls).filter(|tls| tls.has_host_policies()) {
+        Some(tls) if tls.policy_index(host) != tls.policy_index(server_name) => Err(Rejection::Misdirected),
+        Some(_) | None => Ok(()),
+    }
+}
+
 /// Check that the client certificate of the connection is still valid and trusted. TLS verifies it only in the handshake,
 /// and a connection may last longer than the certificate or the CA certificates. The listener closes a connection whose
 /// certificate was rejected.
 fn check_certificate<'a>(config: &CompiledConfig, origin: &Origin<'_>, route: &'a Route) -> Result<(), Rejection<'a>> {
-    let Some(certificate) = origin.certificate else { return Ok(()) };
     let tls = config.listeners.get(origin.listener).and_then(|listener| listener.tls.as_ref());
-    let verifier = tls.and_then(|tls| tls.tls.client_verifier());
+    let policy = tls.map(|tls| tls.tls.policy(origin.server_name.unwrap_or_default()));
+    let Some(certificate) = origin.certificate else {
+        // A reload has made the certificate mandatory: the client must connect again.
+        return match origin.server_name.is_some() && policy.is_some_and(ClientPolicy::requires_certificate) {
+            true => Err(Rejection::Misdirected),
+            false => Ok(()),
+        };
+    };
+    let verifier = policy.and_then(ClientPolicy::verifier);
     match certificate.is_trusted(verifier.as_ref(), clock::unix_us() / 1_000_000) {
         true => Ok(()),
         false => Err(not_authenticated(route, AuthError::UntrustedCertificate)),

@@ -184,7 +184,7 @@ pub(super) fn check_headers(headers: &HeaderMap, settings: Option<&DecisionSetti
 pub(super) fn may_ask(peer: &Peer, config: &CompiledConfig) -> bool {
     let Some(listener) = config.listeners.get(peer.listener) else { return false };
     let is_allowed = listener.access.as_ref().is_none_or(|access| access.decide(peer.address).is_allowed());
-    let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.client_verifier());
+    let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.policy("").verifier());
     let now = unix_us() / 1_000_000;
     is_allowed && peer.certificate.as_ref().is_none_or(|certificate| certificate.is_trusted(verifier.as_ref(), now))
 }

@@ -170,6 +170,11 @@ impl Rejection<'_> {
                 let status = StatusCode::MISDIRECTED_REQUEST;
                 (problem_response(status, ABOUT_BLANK, "no route serves this host"), "unknown-host")
             }
+            Rejection::Misdirected => {
+                let detail = "the client certificates of this host are verified in another way than those of this connection: \
+                              open another connection for the host";
+                (problem_response(StatusCode::MISDIRECTED_REQUEST, ABOUT_BLANK, detail), "misdirected")
+            }
             Rejection::Forbidden => {
                 (problem_response(StatusCode::FORBIDDEN, ABOUT_BLANK, "the client address is not allowed"), "forbidden")
             }
@@ -624,6 +629,7 @@ impl Rejection<'_> {
             | Rejection::BodyTooLarge
             | Rejection::MethodNotImplemented
             | Rejection::NoWebSocket
+            | Rejection::Misdirected
             | Rejection::LowercaseMethod
             | Rejection::UnsupportedTransferCoding
             | Rejection::MethodNotAllowed(_)

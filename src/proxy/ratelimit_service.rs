@@ -236,7 +236,7 @@ pub(super) fn check_peer(snapshot: &ConfigSnapshot, peer: &Peer) -> Result<(), C
     {
         return Err(CallError::new(Status::PermissionDenied, "the client network may not use this listener"));
     }
-    let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.client_verifier());
+    let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.policy("").verifier());
     match &peer.certificate {
         Some(certificate) if !certificate.is_trusted(verifier.as_ref(), unix_us() / 1_000_000) => {
             Err(CallError::new(Status::Unauthenticated, "the client certificate is not trusted any more"))

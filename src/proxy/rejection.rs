@@ -44,6 +44,9 @@ pub enum Rejection<'a> {
     NoRoute,
     /// No route names the host, and `server.block_unknown_hosts` is set.
     UnknownHost,
+    /// The handshake of the TLS connection does not suit the host: other rules apply to the client certificates of the
+    /// server name, or a reload has made client certificates mandatory.
+    Misdirected,
     /// An access rule of the listener or the route denies the client.
     Forbidden,
     /// Routes match the host and path, but not the method. The variant contains the allowed methods.

@@ -58,6 +58,9 @@ pub struct Origin<'a> {
     pub certificate_subject: Option<&'a str>,
     /// The verified client certificate of the connection, if there is one.
     pub certificate: Option<&'a ClientCertificate>,
+    /// Server name (SNI) of the TLS connection in lower case. It is empty if the client sent none. `None` without TLS, or
+    /// if the caller has no connection.
+    pub server_name: Option<&'a str>,
     /// Index of the listener that accepted the connection.
     pub listener: usize,
 }
@@ -270,6 +273,8 @@ pub struct Peer {
     pub certificate_subject: Option<Box<str>>,
     /// The verified client certificate, if there is one.
     pub certificate: Option<Arc<ClientCertificate>>,
+    /// Server name (SNI) of the TLS connection in lower case. It is empty if the client sent none. `None` without TLS.
+    pub server_name: Option<Box<str>>,
     /// Port of the peer, or 0 if it is unknown or not needed.
     port: u16,
     /// Address and port that the peer connected to. `None` if they are unknown or not needed.
@@ -296,6 +301,7 @@ impl Peer {
             forwarded,
             certificate_subject: None,
             certificate: None,
+            server_name: None,
             port: 0,
             destination: None,
             listener: 0,
@@ -336,6 +342,7 @@ impl Peer {
             is_trusted_proxy: self.forwarded.trusted,
             certificate_subject: self.certificate_subject.as_deref(),
             certificate: self.certificate.as_deref(),
+            server_name: self.server_name.as_deref(),
             listener: self.listener,
         }
     }
@@ -358,6 +365,7 @@ impl Peer {
         let client_ip = client_ip.clone();
         let certificate_subject = self.certificate_subject.clone();
         let certificate = self.certificate.clone();
-        Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, ..*self }))
+        let server_name = self.server_name.clone();
+        Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, server_name, ..*self }))
     }
 }

@@ -389,7 +389,7 @@ fn jwt(
 
 fn client_cert(name: &str, span: &Range<usize>, config: &Config, reader: &mut Validator<'_>) {
     let asks = |listener: &Spanned<gateway::Listener>| {
-        listener.get_ref().tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some())
+        listener.get_ref().tls.as_ref().is_some_and(|tls| tls.get_ref().requests_client_certificates())
     };
     if !config.listener.iter().any(asks) {
         let message = format!("`{name}` verifies client certificates, but no listener requests them");

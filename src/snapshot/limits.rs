@@ -104,8 +104,9 @@ pub(super) fn limits(
         reader.check_name(span.clone(), name);
         let limit = limit.get_ref();
         let identity_spec = identities::identity_spec(limit, &span, reader);
-        let asks_for_client_cert =
-            |listener: &gateway::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
+        let asks_for_client_cert = |listener: &gateway::Listener| {
+            listener.tls.as_ref().is_some_and(|tls| tls.get_ref().requests_client_certificates())
+        };
         if identity_spec.descriptors.contains(&Descriptor::ClientCert)
             && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
         {

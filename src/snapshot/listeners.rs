@@ -74,12 +74,22 @@ pub enum ListenerProtocol {
 #[derive(Debug)]
 pub struct ListenerTls {
     /// TLS configuration for new connections.
-    pub tls: DownstreamTls,
+    pub tls: Arc<DownstreamTls>,
     /// The files of each certificate and its private key, as they were when the configuration was loaded.
     pub certificates: Vec<[FileSnapshot; 2]>,
+    /// Verification of client certificates: first for all hosts, then for each entry of `per_host`. `tls` has the policies
+    /// with the same indices.
+    pub clients: Vec<ClientCertificates>,
+}
+
+/// Verification of the client certificates of some hosts.
+#[derive(Debug)]
+pub struct ClientCertificates {
+    /// The hosts of an entry of `per_host`. Empty for the first, which applies to all other hosts.
+    pub hosts: Vec<String>,
     /// The file with the CA certificates that verify client certificates, as it was when the configuration was loaded.
-    /// [`ClientAuth`] tells whether clients must send a certificate.
-    pub client_ca: Option<(FileSnapshot, ClientAuth)>,
+    /// [`ClientAuth`] tells whether clients must send a certificate. `None`: the gateway requests no certificate.
+    pub ca: Option<(FileSnapshot, ClientAuth)>,
 }
 
 /// Compile all listeners.
@@ -107,7 +117,7 @@ pub(super) fn listeners(
             }
             names.push(name);
         }
-        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, acme, reader));
+        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, listener.protocol.as_ref(), acme, reader));
         let access =
             identities::access_rules(listener.allow.as_deref(), listener.deny.as_deref(), &span, network_files, reader);
         let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
@@ -195,6 +205,7 @@ pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = 
 
 fn tls(
     tls: &Spanned<gateway::ListenerTls>,
+    protocol: Option<&Text>,
     acme: &mut AcmeListeners,
     reader: &mut Validator<'_>,
 ) -> Option<ListenerTls> {
@@ -231,7 +242,34 @@ fn tls(
     if tls.certificates.is_empty() && uses_acme.is_none() {
         reader.push_missing(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
-    let (clients, client_ca) = client_verifier(tls, reader).unzip();
+    let (verifier, ca) = client_verifier(tls.client_ca.as_ref(), tls.client_auth.as_ref(), reader).unzip();
+    let mut clients = vec![ClientCertificates { hosts: Vec::new(), ca }];
+    let mut verifiers_by_host = Vec::new();
+    for written in tls.per_host.iter().flatten() {
+        if let Some(protocol) = protocol.filter(|protocol| protocol.get_ref() != "http") {
+            let message = format!("`per_host` has no effect with protocol = \"{}\"", protocol.get_ref());
+            reader.push_issue(Issue::new(written.span(), message).with_hint("set client_ca of the listener"));
+        }
+        let gateway::HostClients { hosts, client_ca, client_auth } = written.get_ref();
+        let example = "[\"admin.example.com\"]";
+        let Some(hosts) = reader.required(hosts.as_ref(), &written.span(), "hosts", example) else { continue };
+        let span = hosts.first().map_or(written.span(), |first| first.span());
+        let is_any = hosts.iter().any(|host| host.get_ref() == "*");
+        let hosts = reader.hosts(hosts, &written.span());
+        if is_any {
+            let issue =
+                Issue::new(span.clone(), "`*` matches any host, which `client_ca` of the listener does as well");
+            reader.push_issue(issue.with_hint("list the hosts: hosts = [\"admin.example.com\"]"));
+        }
+        let is_known = |host: &&String| clients.iter().any(|other| other.hosts.contains(host));
+        if let Some(host) = hosts.iter().find(is_known) {
+            let issue = Issue::new(span, format!("two entries of `per_host` have the host `{host}`"));
+            reader.push_issue(issue.with_hint("remove one of them"));
+        }
+        let (verifier, ca) = client_verifier(client_ca.as_ref(), client_auth.as_ref(), reader).unzip();
+        verifiers_by_host.push((hosts.clone(), verifier));
+        clients.push(ClientCertificates { hosts, ca });
+    }
     let source = match uses_acme {
         None => CertificateSource::Files(certificates),
         Some(written) => {
@@ -239,8 +277,8 @@ fn tls(
             CertificateSource::Managed(names, managed)
         }
     };
-    match DownstreamTls::new(source, clients) {
-        Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
+    match DownstreamTls::new(source, verifier, verifiers_by_host) {
+        Ok(tls) => Some(ListenerTls { tls: Arc::new(tls), certificates: files, clients }),
         Err(error) => {
             reader.push_issue(Issue::new(span, error.to_string()));
             None
@@ -250,13 +288,14 @@ fn tls(
 
 /// Compile the settings that verify client certificates.
 fn client_verifier(
-    tls: &gateway::ListenerTls,
+    client_ca: Option<&Text>,
+    client_auth: Option<&Text>,
     reader: &mut Validator<'_>,
 ) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
     let variants = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
-    let auth = reader.one_of(tls.client_auth.as_ref(), ClientAuth::Optional, &variants);
-    let Some(text) = &tls.client_ca else {
-        if let Some(auth) = &tls.client_auth {
+    let auth = reader.one_of(client_auth, ClientAuth::Optional, &variants);
+    let Some(text) = client_ca else {
+        if let Some(auth) = client_auth {
             let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
             reader.push_missing(
                 issue.with_hint("set the CA certificates for clients: tls.client_ca = \"certs/clients-ca.pem\""),
@@ -277,11 +316,22 @@ fn client_verifier(
 }
 
 impl ListenerTls {
-    /// Return whether `self` and `other` verify client certificates with the same settings and CA certificates. Return
-    /// `false` if the CA certificates of `other` were replaced after `other` was loaded.
-    pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
-        let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
-        clients(self) == clients(other) && !other.tls.has_client_trust_changed()
+    /// Return whether the gateway requests a client certificate for at least one host.
+    pub fn requests_client_certificates(&self) -> bool {
+        self.clients.iter().any(|clients| clients.ca.is_some())
+    }
+
+    /// Accept the TLS session tickets that `other` has issued, for the hosts whose clients both verify with the same
+    /// settings and CA certificates. If the CA certificates of `other` were replaced after `other` was loaded, accept no
+    /// tickets.
+    pub(crate) fn use_sessions_of(&self, other: &ListenerTls) {
+        for (index, (clients, others)) in self.clients.iter().zip(&other.clients).enumerate() {
+            let trust = |of: &ClientCertificates| of.ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
+            let is_same = clients.hosts == others.hosts && trust(clients) == trust(others);
+            if is_same && !other.tls.has_client_trust_changed(index) {
+                self.tls.use_ticketer_of(&other.tls, index);
+            }
+        }
     }
 
     /// Use a new certificate for new connections.
@@ -296,12 +346,12 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// Use new CA certificates to verify client certificates of new connections.
+    /// Use new CA certificates to verify client certificates of new connections. `index` is the index in `clients`.
     ///
     /// # Errors
     /// The file contains no valid CA certificates. After an error, the active CA certificates do not change.
-    pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
-        self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
+    pub fn reload_client_ca(&self, index: usize, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
+        self.tls.set_client_verifier(index, ClientVerifier::from_pem(trust_roots, auth)?)
     }
 }
 

@@ -1,7 +1,6 @@
 //! Compiles the matching rules of a route: hosts, listeners, path, methods, and conditions on headers, query parameters
 //! and the body.
 
-use std::net::Ipv6Addr;
 use std::ops::Range;
 
 use crate::config;
@@ -9,7 +8,6 @@ use crate::config::error::Issue;
 use crate::config::gateway;
 use crate::config::spanned::{Spanned, Text};
 use crate::config::tables::ValueRule;
-use crate::http::target;
 use crate::http::target::{PathPolicy, canonical_path};
 use crate::routing::RouteMatch;
 use crate::routing::condition::{Condition, ConditionSource, Expression, ExpressionError, ValueTest};
@@ -36,7 +34,7 @@ pub(super) fn route_match(
     listeners: &[Spanned<gateway::Listener>],
     reader: &mut Validator<'_>,
 ) -> Option<(RouteMatch, TrailingSlash)> {
-    let hosts = route.hosts.as_deref().map_or_else(Vec::new, |hosts| self::hosts(hosts, span, reader));
+    let hosts = route.hosts.as_deref().map_or_else(Vec::new, |hosts| reader.hosts(hosts, span));
     let listeners =
         route.listeners.as_deref().map_or_else(Vec::new, |names| listener_indices(names, span, listeners, reader));
     let path = path(route, span, reader);
@@ -44,43 +42,6 @@ pub(super) fn route_match(
     let conditions = conditions(route, reader);
     let trailing_slash = trailing_slash(route, path.as_ref(), reader);
     Some((RouteMatch { hosts, path: path?, methods, listeners, conditions }, trailing_slash))
-}
-
-/// Compile `hosts`. An empty list means any host.
-fn hosts(list: &[Text], span: &Range<usize>, reader: &mut Validator<'_>) -> Vec<String> {
-    if list.is_empty() {
-        let issue = Issue::new(span.clone(), "`hosts` is empty: no request would match");
-        reader.push_issue(issue.with_hint("remove `hosts` to match any host"));
-    }
-    let mut hosts: Vec<String> = Vec::new();
-    for text in list {
-        let host = target::canonical_host(text.get_ref()).into_owned();
-        if host == "*" {
-            if list.len() > 1 {
-                let issue = Issue::new(text.span(), "`*` matches any host, so the other hosts have no effect");
-                reader.push_issue(issue.with_hint("remove `*`, or remove `hosts`"));
-            }
-        } else if !is_host(host.strip_prefix("*.").unwrap_or(&host)) {
-            let issue = Issue::new(text.span(), format!("`{}` is not a host", text.get_ref()));
-            reader.push_issue(
-                issue.with_hint("write a name without port, such as \"api.example.com\" or \"*.example.com\""),
-            );
-        } else if hosts.contains(&host) {
-            let issue = Issue::new(text.span(), format!("the route has the host `{host}` twice"));
-            reader.push_issue(issue.with_hint("remove one of them"));
-        } else {
-            hosts.push(host);
-        }
-    }
-    hosts
-}
-
-/// Return whether a host can occur in a request: a name, an IPv4 address, or an IPv6 address in brackets, without a
-/// port. `name` is in canonical form. For a wildcard, it is the part after `*.`.
-fn is_host(name: &str) -> bool {
-    let address = name.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
-    address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
-        || (!name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)))
 }
 
 /// Return the indices of the listeners with these names. In a valid configuration, the compiled listeners have the same

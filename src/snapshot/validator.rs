@@ -16,6 +16,7 @@ use crate::config::sources::FileSnapshot;
 use crate::config::sources::Sources;
 use crate::config::spanned::{Spanned, Text};
 use crate::config::unknown_keys::{UnknownKeys, closest_name};
+use crate::http::target::canonical_host;
 use crate::http::url::{HttpUrl, UrlError};
 use crate::limiter::quota::parse_duration_us;
 
@@ -319,6 +320,35 @@ impl<'a> Validator<'a> {
         methods
     }
 
+    /// Compile `hosts`. An empty list means any host.
+    pub(super) fn hosts(&mut self, list: &[Text], span: &Range<usize>) -> Vec<String> {
+        if list.is_empty() {
+            let issue = Issue::new(span.clone(), "`hosts` is empty: no request would match");
+            self.push_issue(issue.with_hint("remove `hosts` to match any host"));
+        }
+        let mut hosts: Vec<String> = Vec::new();
+        for text in list {
+            let host = canonical_host(text.get_ref()).into_owned();
+            if host == "*" {
+                if list.len() > 1 {
+                    let issue = Issue::new(text.span(), "`*` matches any host, so the other hosts have no effect");
+                    self.push_issue(issue.with_hint("remove `*`, or remove `hosts`"));
+                }
+            } else if !is_host(host.strip_prefix("*.").unwrap_or(&host)) {
+                let issue = Issue::new(text.span(), format!("`{}` is not a host", text.get_ref()));
+                self.push_issue(
+                    issue.with_hint("write a name without port, such as \"api.example.com\" or \"*.example.com\""),
+                );
+            } else if hosts.contains(&host) {
+                let issue = Issue::new(text.span(), format!("the host `{host}` is listed twice"));
+                self.push_issue(issue.with_hint("remove one of them"));
+            } else {
+                hosts.push(host);
+            }
+        }
+        hosts
+    }
+
     /// Parse a header name.
     pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {
         let parsed = name.parse().ok();
@@ -426,4 +456,12 @@ fn invalid_address(text: &str) -> (String, String) {
         }
         _ => (message, "such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\"".to_owned()),
     }
+}
+
+/// Return whether a host can occur in a request: a name, an IPv4 address, or an IPv6 address in brackets, without a
+/// port. `name` is in canonical form. For a wildcard, it is the part after `*.`.
+fn is_host(name: &str) -> bool {
+    let address = name.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
+    address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+        || (!name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)))
 }

@@ -35,7 +35,7 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::Cost;
 use crate::snapshot::limits::CompiledLimit;
 use crate::snapshot::listeners::WarningSubject;
-use crate::snapshot::listeners::{Listener, ListenerProtocol};
+use crate::snapshot::listeners::{Listener, ListenerProtocol, ListenerTls};
 use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::route_match::foreign_path_hint;
@@ -568,7 +568,8 @@ fn retry_rules_without_retries(input: &LintInput<'_>, route: &Route) -> Option<I
 
 /// Warn of `client_cert_header` of an upstream if no listener requests client certificates.
 fn certificate_of_no_client<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Issue> + 'a {
-    let has_client_ca = |listener: &Listener| listener.tls.as_ref().is_some_and(|tls| tls.client_ca.is_some());
+    let has_client_ca =
+        |listener: &Listener| listener.tls.as_ref().is_some_and(ListenerTls::requests_client_certificates);
     let is_unused = !input.config.listeners.iter().any(has_client_ca);
     let upstreams = input.parsed.upstream.iter().filter(move |_| is_unused);
     upstreams.filter_map(|(name, upstream)| {

@@ -42,6 +42,7 @@ use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::routes::Route;
+use crate::tls::ClientAuth;
 use crate::tools::explain::limits::{Counters, PeekedLimits};
 use crate::tools::explain::report::{
     AccessReport, AuthReport, ClientReport, CorsReport, Explanation, ResponseReport, UpstreamReport,
@@ -84,6 +85,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                 header: (origin.client != peer.address).then(|| config.client_ip.header.to_string()),
             },
             listener: self.listener_name(peer.listener),
+            client_certificate: target.as_ref().and_then(|target| self.client_certificate(peer, &target.host)),
             route: None,
             other_routes: Vec::new(),
             other_routes_omitted: 0,
@@ -229,6 +231,13 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     }
 
     /// Return the name of a listener, or its address if the listener has no name. `None` if no listener has a name.
+    fn client_certificate(&self, peer: &Peer, host: &str) -> Option<String> {
+        let tls =
+            self.config.listeners.get(peer.listener)?.tls.as_ref().filter(|_| peer.forwarded.scheme == "https")?;
+        let (file, auth) = tls.clients[tls.tls.policy_index(host)].ca.as_ref()?;
+        (*auth == ClientAuth::Required).then(|| format!("required, issued by a CA in {}", file.path.display()))
+    }
+
     fn listener_name(&self, index: usize) -> Option<String> {
         let listeners = &self.config.listeners;
         let listener = listeners.get(index).filter(|_| listeners.iter().any(|listener| listener.name.is_some()))?;

@@ -2,13 +2,16 @@
 
 use std::path::Path;
 
+use crate::hot_restart::hot_restart;
 use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair, TlsClient, ask, tls, tls_with_chain};
 use crate::support::eventually;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::{reloads, with_admin};
 use crate::support::upstream::Upstream;
+use hyper::client::conn::http2::SendRequest;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rcgen::{DnType, ExtendedKeyUsagePurpose};
+use rustls::ClientConfig;
 use rustls::version::{TLS12, TLS13};
 use sluicegate::clock;
 
@@ -291,6 +294,29 @@ fn open_connection_does_not_outlive_its_certificate() {
     }
 }
 
+/// Open an HTTP/2 connection. The task ends with the connection.
+async fn http2_client(
+    client: &ClientConfig,
+    gateway: &Gateway,
+    name: &'static str,
+) -> (SendRequest<EmptyBody>, Connection) {
+    let mut client = client.clone();
+    client.alpn_protocols = vec![b"h2".to_vec()];
+    let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+    let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(client));
+    let stream = connector.connect(name.try_into().unwrap(), stream).await.unwrap();
+    let (sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    (sender, tokio::spawn(connection))
+}
+
+type EmptyBody = http_body_util::Empty<&'static [u8]>;
+type Connection = tokio::task::JoinHandle<hyper::Result<()>>;
+
+fn get(host: &str, path: &str) -> http::Request<EmptyBody> {
+    http::Request::builder().uri(format!("https://{host}{path}")).body(EmptyBody::new()).unwrap()
+}
+
 #[tokio::test]
 async fn http2_connection_is_closed_when_its_certificate_is_no_longer_trusted() {
     let folder = tempfile::tempdir().unwrap();
@@ -298,18 +324,9 @@ async fn http2_connection_is_closed_when_its_certificate_is_no_longer_trusted() 
     let server = Pair::server(NAME, NOW);
     let config = format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), Some("required")));
     let gateway = Gateway::start(&with_admin(&config));
-    let mut client =
-        (*tls(&[&server.der], Some(&old.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13])).clone();
-    client.alpn_protocols = vec![b"h2".to_vec()];
-    let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
-    let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(client));
-    let stream = connector.connect(NAME.try_into().unwrap(), stream).await.unwrap();
-    let (mut sender, connection) =
-        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
-    let connection = tokio::spawn(connection);
-    let request = || {
-        http::Request::builder().uri(format!("https://{NAME}/who")).body(http_body_util::Empty::<&[u8]>::new()).unwrap()
-    };
+    let client = tls(&[&server.der], Some(&old.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13]);
+    let (mut sender, connection) = http2_client(&client, &gateway, NAME).await;
+    let request = || get(NAME, "/who");
     assert_eq!(sender.send_request(request()).await.unwrap().status(), 200);
     std::fs::write(folder.path().join("ca.pem"), new.pem()).unwrap();
     reloads(&gateway, &config);
@@ -537,4 +554,224 @@ fn copies_have_the_client_certificate_only_if_their_own_upstream_is_told() {
         let has_certificate = [&upstream, &mirror].map(|server| !server.last().headers("client-cert").is_empty());
         assert_eq!(has_certificate, [is_told, is_copy_told]);
     }
+}
+
+/// Start a gateway whose host `staff.test` requires a certificate of `staff`, whose subdomains of `partners.test` accept
+/// certificates of `partners`, and which requests no certificates for all other hosts. Return the configuration, too.
+fn gateway_of_hosts(folder: &Path, server: &Pair, staff: &Authority, partners: &Authority) -> (Gateway, String) {
+    for (name, authority) in [("staff.pem", staff), ("partners.pem", partners)] {
+        std::fs::write(folder.join(name), authority.pem()).unwrap();
+    }
+    let ca = |name: &str| folder.join(name).display().to_string();
+    let listener = format!(
+        "{}tls.per_host = [\n  {{ hosts = [\"staff.test\"], client_ca = \"{}\", client_auth = \"required\" }},\n  \
+         {{ hosts = [\"*.partners.test\"], client_ca = \"{}\" }},\n]\n",
+        listener(folder, server, "", None),
+        ca("staff.pem"),
+        ca("partners.pem"),
+    );
+    let config = format!("{ROUTES}{listener}");
+    (Gateway::start(&with_admin(&config)), config)
+}
+
+/// The names of the certificate of the server. A client that connects to an address sends no SNI.
+const HOSTS: [&str; 5] = ["www.test", "staff.test", "a.partners.test", "b.a.partners.test", "127.0.0.1"];
+
+#[test]
+fn each_host_demands_the_certificates_of_its_own_ca() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners] = ["staff", "partners"].map(Authority::new);
+    let sites = Authority::new("sites");
+    let (gateway, _) = gateway_of_hosts(folder.path(), &sites.server(&HOSTS, NOW), &staff, &partners);
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_staff, of_partners] = [&staff, &partners].map(|authority| authority.client(&alice, NOW));
+    let trusted = sites.certificate();
+    for version in [&TLS12, &TLS13] {
+        let status = |pair: Option<&Pair>, host, path| {
+            ask(&tls(&[&trusted.der], pair, &[version]), gateway.address, host, path).map(|reply| reply.status)
+        };
+        for (what, pair, host, who, open) in [
+            ("none", None, "www.test", Some(401), Some(200)),
+            ("not asked for", Some(&of_staff), "www.test", Some(401), Some(200)),
+            ("none", None, "staff.test", None, None),
+            ("staff", Some(&of_staff), "staff.test", Some(200), Some(200)),
+            ("of another host", Some(&of_partners), "staff.test", None, None),
+            ("none", None, "a.partners.test", Some(401), Some(200)),
+            ("partners", Some(&of_partners), "a.partners.test", Some(200), Some(200)),
+            ("partners", Some(&of_partners), "b.a.partners.test", Some(200), Some(200)),
+            ("of another host", Some(&of_staff), "a.partners.test", None, None),
+        ] {
+            assert_eq!(status(pair, host, "/who"), who, "{what}, {host}, {version:?}");
+            assert_eq!(status(pair, host, "/open"), open, "{what}, {host}, {version:?}");
+        }
+    }
+}
+
+#[test]
+fn connection_of_one_host_serves_no_host_with_another_client_ca() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners] = ["staff", "partners"].map(Authority::new);
+    let sites = Authority::new("sites");
+    let (gateway, _) = gateway_of_hosts(folder.path(), &sites.server(&HOSTS, NOW), &staff, &partners);
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_staff, of_partners] = [&staff, &partners].map(|authority| authority.client(&alice, NOW));
+    let trusted = sites.certificate();
+    for (server_name, pair, target, host, status) in [
+        ("www.test", None, "/open", "other.test", 200),
+        ("www.test", None, "/open", "WWW.test:443", 200),
+        ("www.test", None, "/open", "staff.test", 421),
+        ("www.test", None, "/open", "STAFF.test.:8443", 421),
+        ("www.test", None, "https://staff.test/open", "www.test", 421),
+        ("www.test", None, "/open", "a.partners.test", 421),
+        ("www.test", None, "/nowhere", "staff.test", 421),
+        ("127.0.0.1", None, "/open", "staff.test", 421),
+        ("127.0.0.1", None, "/open", "www.test", 200),
+        ("staff.test", Some(&of_staff), "/who", "staff.test", 200),
+        ("staff.test", Some(&of_staff), "/who", "www.test", 421),
+        ("staff.test", Some(&of_staff), "/who", "a.partners.test", 421),
+        ("a.partners.test", Some(&of_partners), "/who", "b.a.partners.test", 200),
+        ("a.partners.test", Some(&of_partners), "/who", "staff.test", 421),
+    ] {
+        let client = tls(&[&trusted.der], pair, &[&TLS13]);
+        let mut client = TlsClient::handshake(&client, gateway.address, server_name).unwrap();
+        client.send(format!("GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes());
+        let reply = client.reply().unwrap();
+        assert_eq!(reply.status, status, "{server_name} {target} {host}: {}", reply.text());
+        if status == 421 {
+            reply.assert_problem(421, "open another connection for the host");
+            client.send(format!("GET /open HTTP/1.1\r\nHost: {server_name}\r\n\r\n").as_bytes());
+            assert_eq!(client.reply().unwrap().status, 200, "the connection stays usable for its own host");
+        }
+    }
+}
+
+#[tokio::test]
+async fn http2_connection_of_one_host_serves_no_host_with_another_client_ca() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners] = ["staff", "partners"].map(Authority::new);
+    let sites = Authority::new("sites");
+    let (gateway, _) = gateway_of_hosts(folder.path(), &sites.server(&HOSTS, NOW), &staff, &partners);
+    let alice = staff.client(&[(DnType::CommonName, "alice")], NOW);
+    let trusted = sites.certificate();
+    for (server_name, pair, statuses) in
+        [("www.test", None, [200, 421, 421, 200]), ("staff.test", Some(&alice), [421, 200, 421, 421])]
+    {
+        let (mut sender, _connection) =
+            http2_client(&tls(&[&trusted.der], pair, &[&TLS13]), &gateway, server_name).await;
+        let mut got = Vec::new();
+        for host in ["www.test", "staff.test", "a.partners.test", "other.test"] {
+            got.push(sender.send_request(get(host, "/open")).await.unwrap().status().as_u16());
+        }
+        assert_eq!(got, statuses, "{server_name}");
+    }
+}
+
+#[test]
+fn open_connections_obey_the_client_certificates_of_the_new_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners, new] = ["staff", "partners", "new"].map(Authority::new);
+    let sites = Authority::new("sites");
+    let (gateway, config) = gateway_of_hosts(folder.path(), &sites.server(&HOSTS, NOW), &staff, &partners);
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_staff, of_partners, of_new] = [&staff, &partners, &new].map(|authority| authority.client(&alice, NOW));
+    let trusted = sites.certificate();
+    let connect = |pair: Option<&Pair>, host: &str| {
+        TlsClient::handshake(&tls(&[&trusted.der], pair, &[&TLS13]), gateway.address, host).unwrap()
+    };
+    let ask = |connection: &mut TlsClient, host: &str| {
+        connection.send(format!("GET /open HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes());
+        connection.reply().unwrap().status
+    };
+    let mut anonymous = connect(None, "a.partners.test");
+    let mut partner = connect(Some(&of_partners), "a.partners.test");
+    let mut employee = connect(Some(&of_staff), "staff.test");
+    let mut www = connect(None, "www.test");
+    assert_eq!(ask(&mut anonymous, "a.partners.test"), 200);
+    assert_eq!(ask(&mut www, "shop.test"), 200);
+    // A file with other CA certificates applies to its host only.
+    std::fs::write(folder.path().join("staff.pem"), new.pem()).unwrap();
+    eventually("the new CA is trusted", || {
+        let client = tls(&[&trusted.der], Some(&of_new), &[&TLS13]);
+        crate::support::certificates::ask(&client, gateway.address, "staff.test", "/open").is_some()
+    });
+    assert_eq!(ask(&mut partner, "a.partners.test"), 200);
+    assert_eq!(ask(&mut employee, "staff.test"), 401);
+    assert!(employee.reply().is_none(), "the gateway closes the connection");
+    // The certificate becomes mandatory, and another host gets its own CA.
+    let shop = "{ hosts = [\"shop.test\"], client_ca = \"staff.pem\" },\n]";
+    gateway.put_file("staff.pem", &staff.pem());
+    let mandatory = config.replace("partners.pem\" }", "partners.pem\", client_auth = \"required\" }");
+    reloads(&gateway, &mandatory.replace("\n]", &format!("\n{shop}")));
+    assert_eq!(ask(&mut anonymous, "a.partners.test"), 421);
+    assert_eq!(ask(&mut partner, "a.partners.test"), 200);
+    assert_eq!(ask(&mut www, "shop.test"), 421);
+    assert_eq!(ask(&mut www, "www.test"), 200);
+}
+
+#[test]
+fn hosts_keep_their_tls_sessions_while_their_own_client_ca_is_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners] = ["staff", "partners"].map(Authority::new);
+    let sites = Authority::new("sites");
+    let (gateway, config) = gateway_of_hosts(folder.path(), &sites.server(&HOSTS, NOW), &staff, &partners);
+    let alice = [(DnType::CommonName, "alice")];
+    let trusted = sites.certificate();
+    let client_of = |authority: &Authority| tls(&[&trusted.der], Some(&authority.client(&alice, NOW)), &[&TLS13]);
+    let [of_staff, of_partners] = [&staff, &partners].map(client_of);
+    let connect = |client, host| {
+        let mut connection = TlsClient::handshake(client, gateway.address, host).unwrap();
+        connection.send(format!("GET /open HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes());
+        assert_eq!(connection.reply().unwrap().status, 200);
+        handshake_kind(&connection)
+    };
+    assert_eq!(connect(&of_staff, "staff.test"), rustls::HandshakeKind::Full);
+    assert_eq!(connect(&of_partners, "a.partners.test"), rustls::HandshakeKind::Full);
+    let both = partners.pem() + &staff.pem();
+    std::fs::write(folder.path().join("both.pem"), both).unwrap();
+    reloads(&gateway, &config.replace("partners.pem", "both.pem"));
+    assert_eq!(connect(&of_staff, "staff.test"), rustls::HandshakeKind::Resumed);
+    assert_eq!(connect(&of_partners, "a.partners.test"), rustls::HandshakeKind::Full);
+}
+
+#[test]
+fn explain_names_the_client_certificate_that_a_host_demands() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners] = ["staff", "partners"].map(Authority::new);
+    let (gateway, _) = gateway_of_hosts(folder.path(), &Pair::server(NAME, NOW), &staff, &partners);
+    let explain = |url: &str| {
+        let config = gateway.directory().join("gateway.toml");
+        let output = binary().args(["explain", "GET", url, "--config"]).arg(config).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let demanded = explain("https://staff.test/open");
+    let line = demanded.lines().find(|line| line.trim_start().starts_with("client certificate")).unwrap();
+    assert!(line.ends_with("staff.pem") && line.contains("required, issued by a CA in"), "{demanded}");
+    for url in ["https://www.test/open", "https://a.partners.test/open"] {
+        assert!(!explain(url).contains("client certificate"), "{url}");
+    }
+}
+
+#[test]
+fn hot_restart_starts_to_demand_client_certificates_of_single_hosts() {
+    let folder = tempfile::tempdir().unwrap();
+    let [staff, partners] = ["staff", "partners"].map(Authority::new);
+    let sites = Authority::new("sites");
+    let (mut gateway, config) = gateway_of_hosts(folder.path(), &sites.server(&HOSTS, NOW), &staff, &partners);
+    gateway.put(&config.replace("\"*.partners.test\"", "\"*.partners.test\", \"www.test\""));
+    let _new = hot_restart(&mut gateway);
+    let trusted = sites.certificate();
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_staff, of_partners] = [&staff, &partners].map(|authority| authority.client(&alice, NOW));
+    let is_served = |pair: Option<&Pair>, host| {
+        ask(&tls(&[&trusted.der], pair, &[&TLS13]), gateway.address, host, "/who")
+            .is_some_and(|reply| reply.status == 200)
+    };
+    assert_eq!(
+        [None, Some(&of_staff), Some(&of_partners)].map(|pair| is_served(pair, "staff.test")),
+        [false, true, false]
+    );
+    assert_eq!(
+        [None, Some(&of_staff), Some(&of_partners)].map(|pair| is_served(pair, "www.test")),
+        [false, false, true]
+    );
 }

@@ -29,7 +29,8 @@ fn import(directory: &Path, arguments: &[&str]) -> Imported {
 
 /// Create the files that the cases name.
 fn provide(directory: &Path) {
-    for (name, text) in [("cert.pem", read("certs/dev.pem")), ("cert.key", read("certs/dev.key"))] {
+    let files = [("cert.pem", "pem"), ("cert.key", "key"), ("staff.pem", "pem"), ("partners.pem", "pem")];
+    for (name, text) in files.map(|(name, kind)| (name, read(&format!("certs/dev.{kind}")))) {
         std::fs::write(directory.join(name), text).unwrap();
     }
     std::fs::write(directory.join("htpasswd"), HTPASSWD).unwrap();

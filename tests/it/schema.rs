@@ -155,7 +155,7 @@ fn every_key() -> Value {
         "store": { "url": "redis://127.0.0.1:1", "secret": "s" },
         "listener": [{
             "address": "127.0.0.1:0",
-            "tls": { "certificates": [{ "cert": "one.pem", "key": "one.key" }], "client_ca": "one.pem" },
+            "tls": { "certificates": [{ "cert": "one.pem", "key": "one.key" }], "client_ca": "one.pem", "per_host": [{ "hosts": ["h.test"], "client_ca": "one.pem" }] },
         }],
         "acme": { "accept_terms": true },
         "notify": {
@@ -213,9 +213,11 @@ fn load(file: &Value) -> Result<String, String> {
     let listeners: Vec<_> = listeners
         .iter()
         .map(|listener| {
-            let clients = listener.tls.as_ref().and_then(|tls| tls.client_ca.as_ref());
+            let clients = listener.tls.iter().flat_map(|tls| &tls.clients);
+            let clients: Vec<_> =
+                clients.map(|clients| (&clients.hosts, clients.ca.as_ref().map(|(_, auth)| auth))).collect();
             let decisions = listener.decisions.as_ref().map(|settings| settings.denied_status);
-            (listener.address, listener.proxy_protocol, clients.map(|(_, auth)| auth), decisions)
+            (listener.address, listener.proxy_protocol, clients, decisions)
         })
         .collect();
     let limits: Vec<_> = limits

@@ -309,7 +309,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<WatchedFiles> {
     files
 }
 
-/// Add the certificate files and the CA file of a listener.
+/// Add the certificate files and the CA files of a listener.
 fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<WatchedFiles>) {
     let Some(tls) = &config.listeners[index].tls else { return };
     for (certificate_index, pair) in tls.certificates.iter().enumerate() {
@@ -322,12 +322,13 @@ fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Ve
         };
         files.push(WatchedFiles { kind: FileKind::Certificate, files: pair.to_vec(), reload: Box::new(reload) });
     }
-    if let Some((file, auth)) = &tls.client_ca {
+    for (clients_index, clients) in tls.clients.iter().enumerate() {
+        let Some((file, auth)) = &clients.ca else { continue };
         let config = config.clone();
         let auth = *auth;
         let reload = move |files: &[FileSnapshot], _: Content| {
             let Some(tls) = &config.listeners[index].tls else { return Ok(()) };
-            let read = tls.reload_client_ca(&files[0].content, auth);
+            let read = tls.reload_client_ca(clients_index, &files[0].content, auth);
             rejection(&files[0], read)
         };
         files.push(WatchedFiles { kind: FileKind::ClientCa, files: vec![file.clone()], reload: Box::new(reload) });

@@ -21,6 +21,8 @@ pub struct Explanation {
     /// The name of the listener that the client is connected to, or its address if it has no name. `None` if no
     /// listener of the configuration has a name.
     pub listener: Option<String>,
+    /// The client certificate that the TLS handshake for the host needs. `None` if it needs none.
+    pub client_certificate: Option<String>,
     /// The route that the request matches.
     pub route: Option<MatchedRoute>,
     /// Routes that the request does not use. The route that comes closest to a match is first.

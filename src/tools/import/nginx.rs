@@ -87,6 +87,7 @@ impl<'a> Importer<'a> {
         for (index, server) in servers.iter().enumerate() {
             self.server(index, server, &scope);
         }
+        self.client_certificates(&servers);
         if servers.is_empty() {
             self.fragment(http, &scope);
         }
@@ -173,10 +174,37 @@ impl<'a> Importer<'a> {
         }
     }
 
+    /// Import the client certificates of all servers. Those of the default server apply to all hosts of a listener that
+    /// have no entry in `per_host`.
+    fn client_certificates(&mut self, servers: &[&Directive]) {
+        let imported: Vec<_> = servers
+            .iter()
+            .map(|server| (server_hosts(server, &mut Model::default()), client_certificates(server, &mut self.model)))
+            .collect();
+        for (address, listener) in &mut self.listeners {
+            let Some(toml::Value::Table(tls)) = listener.table.keys.get_mut("tls") else { continue };
+            let default = &imported[listener.default_server].1;
+            let mut per_host = Vec::new();
+            for (server, (hosts, keys)) in servers.iter().zip(&imported) {
+                let mut listens = server.children().iter().filter(|directive| directive.name == "listen");
+                let is_here = listens.any(|listen| listen_address(listen.arg(0)).as_ref() == Some(address));
+                if is_here && !hosts.is_empty() && keys != default {
+                    let mut entry = toml::Table::from_iter([("hosts".to_owned(), hosts.clone().into())]);
+                    entry.extend(keys.clone());
+                    per_host.push(toml::Value::Table(entry));
+                }
+            }
+            tls.extend(default.clone());
+            if !per_host.is_empty() {
+                tls.insert("per_host".to_owned(), per_host.into());
+            }
+        }
+    }
+
     /// Import a `server`: once for its names, and once for all hosts on the listeners whose default server it is.
     fn server(&mut self, index: usize, server: &Directive, http: &Scope) {
         let scope = http.enter(server.children(), &mut self.model);
-        let hosts = self.server_names(server);
+        let hosts = server_hosts(server, &mut self.model);
         let listens = server.children().iter().filter(|directive| directive.name == "listen");
         let mut addresses: BTreeSet<String> = listens.filter_map(|listen| listen_address(listen.arg(0))).collect();
         if addresses.is_empty() {
@@ -210,31 +238,6 @@ impl<'a> Importer<'a> {
         }
     }
 
-    /// Return the names of a server in the form of `hosts`.
-    fn server_names(&mut self, server: &Directive) -> Vec<String> {
-        let mut hosts: Vec<String> = Vec::new();
-        for directive in server.children().iter().filter(|directive| directive.name == "server_name") {
-            for name in &directive.args {
-                let name = name.to_ascii_lowercase();
-                let mut add = |host: String| {
-                    if !hosts.contains(&host) {
-                        hosts.push(host);
-                    }
-                };
-                if let Some(domain) = name.strip_prefix('.') {
-                    add(domain.to_owned());
-                    add(format!("*.{domain}"));
-                } else if name.starts_with('~') || name.ends_with(".*") {
-                    let text = format!("`server_name {name}`: a host is a name, or `*.` and a name");
-                    self.model.no_equal(&directive.origin, text);
-                } else if !matches!(&*name, "_" | "" | "-" | "--" | "*") && !name.contains('$') {
-                    add(name);
-                }
-            }
-        }
-        hosts
-    }
-
     /// Import `set_real_ip_from`, `real_ip_header` and `real_ip_recursive`.
     fn real_ip(&mut self, level: &[Directive]) {
         let find = |name: &str| level.iter().rev().find(|directive| directive.name == name);
@@ -259,6 +262,31 @@ impl<'a> Importer<'a> {
             self.model.differs(origin, text);
         }
     }
+}
+
+/// Return the names of a server in the form of `hosts`.
+fn server_hosts(server: &Directive, model: &mut Model) -> Vec<String> {
+    let mut hosts: Vec<String> = Vec::new();
+    for directive in server.children().iter().filter(|directive| directive.name == "server_name") {
+        for name in &directive.args {
+            let name = name.to_ascii_lowercase();
+            let mut add = |host: String| {
+                if !hosts.contains(&host) {
+                    hosts.push(host);
+                }
+            };
+            if let Some(domain) = name.strip_prefix('.') {
+                add(domain.to_owned());
+                add(format!("*.{domain}"));
+            } else if name.starts_with('~') || name.ends_with(".*") {
+                let text = format!("`server_name {name}`: a host is a name, or `*.` and a name");
+                model.no_equal(&directive.origin, text);
+            } else if !matches!(&*name, "_" | "" | "-" | "--" | "*") && !name.contains('$') {
+                add(name);
+            }
+        }
+    }
+    hosts
 }
 
 /// Add the certificates of a server to a listener.
@@ -286,18 +314,26 @@ fn certificates(server: &Directive, listener: &mut Listener, model: &mut Model) 
         return;
     }
     list.insert("certificates".to_owned(), pairs.into());
-    if let Some(verify) = values("ssl_verify_client").next_back()
-        && let Some(ca) = values("ssl_client_certificate").next_back()
-    {
-        list.insert("client_ca".to_owned(), ca.arg(0).into());
-        match verify.arg(0) {
-            "on" => drop(list.insert("client_auth".to_owned(), "required".into())),
-            "optional" => drop(list.insert("client_auth".to_owned(), "optional".into())),
-            _ => model.no_equal(&verify.origin, quoted(&verify.text())),
-        }
-        model.differs(&verify.origin, "`client_ca` applies to all hosts of the listener");
-    }
     listener.table.set("tls", list);
+}
+
+/// Return the keys that verify the client certificates of a server.
+fn client_certificates(server: &Directive, model: &mut Model) -> toml::Table {
+    let last = |name: &str| server.children().iter().rfind(|directive| directive.name == name);
+    let mut keys = toml::Table::new();
+    let (Some(verify), Some(ca)) = (last("ssl_verify_client"), last("ssl_client_certificate")) else { return keys };
+    let auth = match verify.arg(0) {
+        "off" => return keys,
+        "on" => "required",
+        "optional" => "optional",
+        _ => {
+            model.no_equal(&verify.origin, quoted(&verify.text()));
+            return keys;
+        }
+    };
+    keys.insert("client_ca".to_owned(), ca.arg(0).into());
+    keys.insert("client_auth".to_owned(), auth.into());
+    keys
 }
 
 /// Return the address of a `listen` in the form of `address`. `None`: it is no IP address. All addresses of IPv6 count as

@@ -156,6 +156,7 @@ impl<'v> LineResolver<'v> {
             is_trusted_proxy: trusted,
             certificate_subject: subject.and_then(|subject| std::str::from_utf8(subject).ok()),
             certificate: None,
+            server_name: None,
             listener: self.listener,
         };
         let request = TargetedRequest { head, target: &target, origin };
