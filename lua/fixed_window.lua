@@ -33,8 +33,13 @@ if key_expires_at then
   elseif stored_start < start then count = 0 end
 end
 window_end = window_end or start + window
+--@free
+free = limit - count
+--@end free
+--@outcome
 local idle_reset_us = kind == 'X' and 0 or window_end - now
 free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end - now
+--@end outcome
 
 local charged = count + cost
 if op == 'R' then
@@ -43,17 +48,19 @@ if op == 'R' then
   if charged < 0 then charged = 0 end
 end
 if charged > limit and (op == 'C' or op == 'P') then
+  status = 1
+  --@outcome
   remaining, reset_us = free, free_reset_us
-  if cost > limit then status, retry_us = 2, -1
-  else status, retry_us = 1, window_end - now end
+  if cost > limit then status, retry_us = 2, -1 else retry_us = window_end - now end
+  --@end outcome
   if clock_went_back and count > 0 then
     ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
   end
 else
   if charged > MAX_STATE then charged = MAX_STATE end
-  remaining, reset_us, ttl_us = limit - charged, idle_reset_us, false
-  if charged > 0 then
-    reset_us = window_end - now
-    ttl_us, new_field1, new_field2, new_field3 = reset_us, start, charged, 0
-  end
+  ttl_us = false
+  if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, charged, 0 end
+  --@outcome
+  remaining, reset_us = limit - charged, ttl_us or idle_reset_us
+  --@end outcome
 end

@@ -38,7 +38,7 @@
 --          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
 --          writes nothing.
 -- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
---          status, remaining, reset_us and retry_us.
+--          status, remaining, reset_us and retry_us. single.lua and small.lua reply with other values, see below.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
 --          tokens that were taken.
 --          Status has one of these values:
@@ -51,8 +51,13 @@
 --          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
 --          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
 --          error of Redis.
+--          The drivers of single.lua and small.lua reply with the current time (`d`), then one letter for each request
+--          (`a` admitted, `d` denied, `e` error) and the states of its limits before the request, without separators. A
+--          state that does not exist is 32 bytes of 0. The gateway computes the outcomes from the states, with the same
+--          algorithms in Rust. This needs 10 to 17 % less CPU time in Redis than computing and packing the outcomes.
 -- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
--- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals.
+-- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals. In the algorithms,
+-- the blocks `outcome` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
 -- If arguments and replies were text, a call would need 10 % more CPU time in Redis. The gateway would need 3,000 more
 -- instructions per limit to parse the reply.
 --
@@ -64,7 +69,7 @@
 --          `memo`  A table for parsed states by key, or nil. For T, the second run reads what the first run has stored.
 -- Output   `status, remaining, reset_us, retry_us`  The result. If the status is 0, remaining and reset_us are the
 --          values after the charge. Otherwise they are the values without the charge.
---          `free, free_reset_us`  Remaining and reset_us without the charge.
+--          `free, free_reset_us`  Remaining and reset_us without the charge. With single.lua, free is set if op is P.
 --          `ttl_us`  Time after which the new state has no effect and can be deleted. The value false means that the
 --          new state is empty, and nil means that the state does not change.
 --          `new_field1, new_field2, new_field3`  The new state.

@@ -21,23 +21,33 @@ if key_expires_at then
   elseif stored_start < start then current, previous = 0, 0 end
 end
 local elapsed, units = floor((now - start) / unit), window / unit
+--@free
+if op == 'P' then free = limit - current + floor(-previous * (units - elapsed) / units) end
+--@end free
+--@outcome
 free = limit - current + floor(-previous * (units - elapsed) / units)
+--@end outcome
 free_reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
 
 local excess = (current + cost - limit) * units + previous * (units - elapsed)
 if excess > 0 and (op == 'C' or op == 'P') then
+  status = 1
+  --@outcome
   remaining, reset_us = free, free_reset_us
   if cost > limit then status, retry_us = 2, -1
-  elseif current + cost <= limit then status, retry_us = 1, start + (elapsed + ceil(excess / previous)) * unit - now
-  else status, retry_us = 1, start + window + ceil(units * (current + cost - limit) / current) * unit - now end
-  if clock_went_back and reset_us > 0 then
-    ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous
+  elseif current + cost <= limit then retry_us = start + (elapsed + ceil(excess / previous)) * unit - now
+  else retry_us = start + window + ceil(units * (current + cost - limit) / current) * unit - now end
+  --@end outcome
+  if clock_went_back and free_reset_us > 0 then
+    ttl_us, new_field1, new_field2, new_field3 = free_reset_us, start, current, previous
   end
 else
   if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
   elseif charged_at >= start then current = current > cost and current - cost or 0
   elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+  --@outcome
   remaining = limit - current + floor(-previous * (units - elapsed) / units)
+  --@end outcome
   reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
   ttl_us = false
   if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end

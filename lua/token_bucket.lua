@@ -48,7 +48,12 @@ if key_expires_at then
   else debt = debt - elapsed * refill end
 end
 local capacity = burst * parts
+--@free
+if op == 'P' then free = floor((capacity - debt) / parts) end
+--@end free
+--@outcome
 free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
+--@end outcome
 
 -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
 local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
@@ -62,13 +67,20 @@ if op == 'R' then
   charged = debt > credit and debt - credit or 0
 end
 if charged > capacity and (op == 'C' or op == 'P') then
+  status = 1
+  --@outcome
   remaining, reset_us = free, free_reset_us
-  if cost > burst then status, retry_us = 2, -1
-  else status, retry_us = 1, ceil((charged - capacity) / refill) end
+  if cost > burst then status, retry_us = 2, -1 else retry_us = ceil((charged - capacity) / refill) end
+  --@end outcome
   -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
-  if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
+  if clock_went_back or rate_lowered then
+    ttl_us, new_field1, new_field2, new_field3 = ceil(debt / refill), now, debt, parts
+  end
 else
   if charged > MAX_STATE then charged = MAX_STATE end
-  remaining, reset_us, ttl_us = floor((capacity - charged) / parts), ceil(charged / refill), false
-  if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, charged, parts end
+  ttl_us = false
+  if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = ceil(charged / refill), now, charged, parts end
+  --@outcome
+  remaining, reset_us = floor((capacity - charged) / parts), ttl_us or 0
+  --@end outcome
 end

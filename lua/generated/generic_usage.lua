@@ -41,7 +41,7 @@
 --          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
 --          writes nothing.
 -- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
---          status, remaining, reset_us and retry_us.
+--          status, remaining, reset_us and retry_us. single.lua and small.lua reply with other values, see below.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
 --          tokens that were taken.
 --          Status has one of these values:
@@ -54,8 +54,13 @@
 --          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
 --          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
 --          error of Redis.
+--          The drivers of single.lua and small.lua reply with the current time (`d`), then one letter for each request
+--          (`a` admitted, `d` denied, `e` error) and the states of its limits before the request, without separators. A
+--          state that does not exist is 32 bytes of 0. The gateway computes the outcomes from the states, with the same
+--          algorithms in Rust. This needs 10 to 17 % less CPU time in Redis than computing and packing the outcomes.
 -- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
--- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals.
+-- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals. In the algorithms,
+-- the blocks `outcome` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
 -- If arguments and replies were text, a call would need 10 % more CPU time in Redis. The gateway would need 3,000 more
 -- instructions per limit to parse the reply.
 --
@@ -67,7 +72,7 @@
 --          `memo`  A table for parsed states by key, or nil. For T, the second run reads what the first run has stored.
 -- Output   `status, remaining, reset_us, retry_us`  The result. If the status is 0, remaining and reset_us are the
 --          values after the charge. Otherwise they are the values without the charge.
---          `free, free_reset_us`  Remaining and reset_us without the charge.
+--          `free, free_reset_us`  Remaining and reset_us without the charge. With single.lua, free is set if op is P.
 --          `ttl_us`  Time after which the new state has no effect and can be deleted. The value false means that the
 --          new state is empty, and nil means that the state does not change.
 --          `new_field1, new_field2, new_field3`  The new state.
@@ -263,15 +268,18 @@ local function decide(key_offset)
           charged = debt > credit and debt - credit or 0
         end
         if charged > capacity and (op == 'C' or op == 'P') then
+          status = 1
           remaining, reset_us = free, free_reset_us
-          if cost > burst then status, retry_us = 2, -1
-          else status, retry_us = 1, ceil((charged - capacity) / refill) end
+          if cost > burst then status, retry_us = 2, -1 else retry_us = ceil((charged - capacity) / refill) end
           -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
-          if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
+          if clock_went_back or rate_lowered then
+            ttl_us, new_field1, new_field2, new_field3 = ceil(debt / refill), now, debt, parts
+          end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
-          remaining, reset_us, ttl_us = floor((capacity - charged) / parts), ceil(charged / refill), false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, charged, parts end
+          ttl_us = false
+          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = ceil(charged / refill), now, charged, parts end
+          remaining, reset_us = floor((capacity - charged) / parts), ttl_us or 0
         end
       elseif kind == 'F' or kind == 'X' or kind == 'K' then
         local limit, window = a, b
@@ -304,19 +312,17 @@ local function decide(key_offset)
           if charged < 0 then charged = 0 end
         end
         if charged > limit and (op == 'C' or op == 'P') then
+          status = 1
           remaining, reset_us = free, free_reset_us
-          if cost > limit then status, retry_us = 2, -1
-          else status, retry_us = 1, window_end - now end
+          if cost > limit then status, retry_us = 2, -1 else retry_us = window_end - now end
           if clock_went_back and count > 0 then
             ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
           end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
-          remaining, reset_us, ttl_us = limit - charged, idle_reset_us, false
-          if charged > 0 then
-            reset_us = window_end - now
-            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, charged, 0
-          end
+          ttl_us = false
+          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, charged, 0 end
+          remaining, reset_us = limit - charged, ttl_us or idle_reset_us
         end
       elseif kind == 'L' then
         local limit, window = a, b
@@ -410,12 +416,13 @@ local function decide(key_offset)
 
         local excess = (current + cost - limit) * units + previous * (units - elapsed)
         if excess > 0 and (op == 'C' or op == 'P') then
+          status = 1
           remaining, reset_us = free, free_reset_us
           if cost > limit then status, retry_us = 2, -1
-          elseif current + cost <= limit then status, retry_us = 1, start + (elapsed + ceil(excess / previous)) * unit - now
-          else status, retry_us = 1, start + window + ceil(units * (current + cost - limit) / current) * unit - now end
-          if clock_went_back and reset_us > 0 then
-            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous
+          elseif current + cost <= limit then retry_us = start + (elapsed + ceil(excess / previous)) * unit - now
+          else retry_us = start + window + ceil(units * (current + cost - limit) / current) * unit - now end
+          if clock_went_back and free_reset_us > 0 then
+            ttl_us, new_field1, new_field2, new_field3 = free_reset_us, start, current, previous
           end
         else
           if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))

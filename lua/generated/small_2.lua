@@ -5,6 +5,7 @@
 -- limits of the kinds B, F, X or W, without flags. The header of generic.lua describes the arguments and replies.
 -- This driver creates no Lua tables or functions for its groups, so a check needs 25 % less CPU time than with
 -- generic.lua.
+-- The reply contains the states that the script has read. The algorithms only decide (see single.lua).
 -- This driver calls Redis commands with redis.pcall. If one request fails, the other requests of the call succeed.
 -- This source file contains the code for one limit. When the gateway composes the script, it repeats each block between
 -- the markers `each limit` and `end` for each limit, and replaces the suffix _1 with the number of the limit. If a
@@ -73,6 +74,7 @@ if now == 0 then
 end
 
 local replies, reply_count, failures, key_index = {pack('<d', now)}, 1, nil, 0
+local no_state = string.rep('\0', STATE_BYTES)
 position = 9
 for _ = 1, groups do
   if groups > 1 then
@@ -89,34 +91,31 @@ for _ = 1, groups do
       unread_limits = unread_limits - 1
     end
   end
-  -- The code below passes the values of all limits to `pack`, which ignores the values after the end of the format.
-  local reply_format = limits == 1 and '<ddddd' or limits == 2 and '<dddddddddd' or limits == 3 and '<ddddddddddddddd'
-    or '<dddddddddddddddddddd'
   for _ = 1, requests do
     local key_offset, admitted, failure = key_index, true, nil
-    local key_1, status_1, remaining_1, reset_us_1, retry_us_1, free_1, free_reset_us_1, new_state_1, ttl_ms_1
+    local key_1, state_1, status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
+    local key_expires_at_1, field1_1, field2_1, field3_1
     if kind_1 then
       key_index = key_index + 1
       key_1 = keys[key_index]
-      local kind, cost, a, b, c, d = kind_1, cost_1, a_1, b_1, c_1, d_1
-      local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
-      local ttl_us, new_field1, new_field2, new_field3
-      local key_expires_at, field1, field2, field3
-      local state = call('GET', key_1)
-      if state then
-        if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
-        else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+      local reset_us, free_reset_us
+      status_1, state_1 = 0, call('GET', key_1)
+      if state_1 then
+        if #state_1 == STATE_BYTES then key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<i8i8i8i8', state_1)
+        else
+          failure = state_1.err and state_1 or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
+        end
       end
       if failure then
         -- Do nothing: the code at the end of the loop adds the error to the reply.
-      elseif kind == 'B' then
-        local burst, refill, parts = a, b, c
+      elseif kind_1 == 'B' then
+        local burst, refill, parts = a_1, b_1, c_1
         -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
         -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
-        if key_expires_at then
-          local updated_at, stored_parts = field1, field3
-          debt = field2
+        if key_expires_at_1 then
+          local updated_at, stored_parts = field1_1, field3_1
+          debt = field2_1
           if stored_parts ~= parts then
             -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
             -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
@@ -130,7 +129,7 @@ for _ = 1, groups do
           end
           -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
           -- this time or up to about half a second earlier.
-          local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
+          local elapsed, repay_time = now - updated_at, key_expires_at_1 - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
@@ -148,146 +147,122 @@ for _ = 1, groups do
           else debt = debt - elapsed * refill end
         end
         local capacity = burst * parts
-        free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
         -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+        local charge = cost_1 > MAX_STATE / parts and MAX_STATE or cost_1 * parts
         local charged = debt + charge
         if op == 'R' then
           -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
           -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
-          local repaid_us, credit = now - charged_at - unpack('<d', d), charge
+          local repaid_us, credit = now - charged_at - unpack('<d_1', d_1), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
           charged = debt > credit and debt - credit or 0
         end
         if charged > capacity and (op == 'C' or op == 'P') then
-          remaining, reset_us = free, free_reset_us
-          if cost > burst then status, retry_us = 2, -1
-          else status, retry_us = 1, ceil((charged - capacity) / refill) end
+          status_1 = 1
           -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
-          if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
+          if clock_went_back or rate_lowered then
+            ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = ceil(debt / refill), now, debt, parts
+          end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
-          remaining, reset_us, ttl_us = floor((capacity - charged) / parts), ceil(charged / refill), false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, charged, parts end
+          ttl_us_1 = false
+          if charged > 0 then ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = ceil(charged / refill), now, charged, parts end
         end
-      elseif kind == 'F' or kind == 'X' then
-        local limit, window = a, b
+      elseif kind_1 == 'F' or kind_1 == 'X' then
+        local limit, window = a_1, b_1
         local start, window_end, count, clock_went_back = now, nil, 0, false
-        if kind == 'F' then
-          local phase = c
+        if kind_1 == 'F' then
+          local phase = c_1
           start = now - (now - phase) % window
-        elseif kind == 'K' then
-          local first, second, third = b, c, unpack('<d', d)
+        elseif kind_1 == 'K' then
+          local first, second, third = b_1, c_1, unpack('<d_1', d_1)
           if not (now >= first and now < third) then
-            return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d', now))
+            return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d_1', now))
           end
           if now < second then start, window_end = first, second else start, window_end = second, third end
         end
-        if key_expires_at then
-          local stored_start = field1
-          count = field2
+        if key_expires_at_1 then
+          local stored_start = field1_1
+          count = field2_1
           if stored_start > start then clock_went_back = true
-          elseif kind == 'X' and now < stored_start + window then start = stored_start
+          elseif kind_1 == 'X' and now < stored_start + window then start = stored_start
           elseif stored_start < start then count = 0 end
         end
         window_end = window_end or start + window
-        local idle_reset_us = kind == 'X' and 0 or window_end - now
-        free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end - now
 
-        local charged = count + cost
+        local charged = count + cost_1
         if op == 'R' then
           -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
-          charged = charged_at >= start and charged_at < window_end and count - cost or count
+          charged = charged_at >= start and charged_at < window_end and count - cost_1 or count
           if charged < 0 then charged = 0 end
         end
         if charged > limit and (op == 'C' or op == 'P') then
-          remaining, reset_us = free, free_reset_us
-          if cost > limit then status, retry_us = 2, -1
-          else status, retry_us = 1, window_end - now end
+          status_1 = 1
           if clock_went_back and count > 0 then
-            ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
+            ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = window_end - now, start, count, 0
           end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
-          remaining, reset_us, ttl_us = limit - charged, idle_reset_us, false
-          if charged > 0 then
-            reset_us = window_end - now
-            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, charged, 0
-          end
+          ttl_us_1 = false
+          if charged > 0 then ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = window_end - now, start, charged, 0 end
         end
-      elseif kind == 'W' then
-        local limit, window, unit = a, b, c
+      elseif kind_1 == 'W' then
+        local limit, window, unit = a_1, b_1, c_1
         local start, current, previous, clock_went_back = now - now % window, 0, 0, false
-        if key_expires_at then
-          local stored_start = field1
-          current, previous = field2, field3
+        if key_expires_at_1 then
+          local stored_start = field1_1
+          current, previous = field2_1, field3_1
           if stored_start > start then clock_went_back = true
           elseif stored_start == start - window then current, previous = 0, current
           elseif stored_start < start then current, previous = 0, 0 end
         end
         local elapsed, units = floor((now - start) / unit), window / unit
-        free = limit - current + floor(-previous * (units - elapsed) / units)
         free_reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
 
-        local excess = (current + cost - limit) * units + previous * (units - elapsed)
+        local excess = (current + cost_1 - limit) * units + previous * (units - elapsed)
         if excess > 0 and (op == 'C' or op == 'P') then
-          remaining, reset_us = free, free_reset_us
-          if cost > limit then status, retry_us = 2, -1
-          elseif current + cost <= limit then status, retry_us = 1, start + (elapsed + ceil(excess / previous)) * unit - now
-          else status, retry_us = 1, start + window + ceil(units * (current + cost - limit) / current) * unit - now end
-          if clock_went_back and reset_us > 0 then
-            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous
+          status_1 = 1
+          if clock_went_back and free_reset_us > 0 then
+            ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = free_reset_us, start, current, previous
           end
         else
-          if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
-          elseif charged_at >= start then current = current > cost and current - cost or 0
-          elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
-          remaining = limit - current + floor(-previous * (units - elapsed) / units)
+          if op ~= 'R' then current = math.min(current + cost_1, floor(MAX_STATE / 2 / units))
+          elseif charged_at >= start then current = current > cost_1 and current - cost_1 or 0
+          elseif charged_at >= start - window then previous = previous > cost_1 and previous - cost_1 or 0 end
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
-          ttl_us = false
-          if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+          ttl_us_1 = false
+          if reset_us > 0 then ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = reset_us, start, current, previous end
         end
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
-      if status ~= 0 then admitted = false end
-      if ttl_us then
-        local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
-        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-          new_state_1 = pack('<i8i8i8', new_field1, new_field2, new_field3)
-        else
-          ttl_ms_1 = ceil(ttl_us / 1000) + KEY_SLACK_MS
-          new_state_1 = pack('<i8i8i8i8', now + ttl_ms_1 * 1000, new_field1, new_field2, new_field3)
-        end
-      end
-      status_1, remaining_1, reset_us_1, retry_us_1 = status, remaining, reset_us, retry_us
-      free_1, free_reset_us_1 = free, free_reset_us
+      if status_1 ~= 0 then admitted = false end
     end
-    local key_2, status_2, remaining_2, reset_us_2, retry_us_2, free_2, free_reset_us_2, new_state_2, ttl_ms_2
+    local key_2, state_2, status_2, ttl_us_2, new_field1_2, new_field2_2, new_field3_2
+    local key_expires_at_2, field1_2, field2_2, field3_2
     if kind_2 then
       key_index = key_index + 1
       key_2 = keys[key_index]
-      local kind, cost, a, b, c, d = kind_2, cost_2, a_2, b_2, c_2, d_2
-      local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
-      local ttl_us, new_field1, new_field2, new_field3
-      local key_expires_at, field1, field2, field3
-      local state = call('GET', key_2)
-      if state then
-        if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
-        else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+      local reset_us, free_reset_us
+      status_2, state_2 = 0, call('GET', key_2)
+      if state_2 then
+        if #state_2 == STATE_BYTES then key_expires_at_2, field1_2, field2_2, field3_2 = unpack('<i8i8i8i8', state_2)
+        else
+          failure = state_2.err and state_2 or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
+        end
       end
       if failure then
         -- Do nothing: the code at the end of the loop adds the error to the reply.
-      elseif kind == 'B' then
-        local burst, refill, parts = a, b, c
+      elseif kind_2 == 'B' then
+        local burst, refill, parts = a_2, b_2, c_2
         -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
         -- missing from a full bucket. The refill repays the debt.
         local debt, clock_went_back, rate_lowered = 0, false, false
-        if key_expires_at then
-          local updated_at, stored_parts = field1, field3
-          debt = field2
+        if key_expires_at_2 then
+          local updated_at, stored_parts = field1_2, field3_2
+          debt = field2_2
           if stored_parts ~= parts then
             -- The rate of the limit has changed since the last write, and with it the number of parts of a token. Convert the
             -- debt from `stored_parts` to `parts` parts per token, rounded up. If a double cannot hold the product exactly,
@@ -301,7 +276,7 @@ for _ = 1, groups do
           end
           -- `repay_time` is an upper bound. At the rate that the limit had at the last write, the bucket repays the debt in
           -- this time or up to about half a second earlier.
-          local elapsed, repay_time = now - updated_at, key_expires_at - MIN_KEY_SLACK_US - updated_at
+          local elapsed, repay_time = now - updated_at, key_expires_at_2 - MIN_KEY_SLACK_US - updated_at
           local needed = debt / refill
           if elapsed < 0 then clock_went_back = true
           elseif needed > repay_time then
@@ -319,155 +294,137 @@ for _ = 1, groups do
           else debt = debt - elapsed * refill end
         end
         local capacity = burst * parts
-        free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
         -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+        local charge = cost_2 > MAX_STATE / parts and MAX_STATE or cost_2 * parts
         local charged = debt + charge
         if op == 'R' then
           -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
           -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
-          local repaid_us, credit = now - charged_at - unpack('<d', d), charge
+          local repaid_us, credit = now - charged_at - unpack('<d_2', d_2), charge
           if repaid_us >= credit / refill then credit = 0
           elseif repaid_us > 0 then credit = credit - repaid_us * refill end
           charged = debt > credit and debt - credit or 0
         end
         if charged > capacity and (op == 'C' or op == 'P') then
-          remaining, reset_us = free, free_reset_us
-          if cost > burst then status, retry_us = 2, -1
-          else status, retry_us = 1, ceil((charged - capacity) / refill) end
+          status_2 = 1
           -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
-          if clock_went_back or rate_lowered then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, debt, parts end
+          if clock_went_back or rate_lowered then
+            ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = ceil(debt / refill), now, debt, parts
+          end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
-          remaining, reset_us, ttl_us = floor((capacity - charged) / parts), ceil(charged / refill), false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, now, charged, parts end
+          ttl_us_2 = false
+          if charged > 0 then ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = ceil(charged / refill), now, charged, parts end
         end
-      elseif kind == 'F' or kind == 'X' then
-        local limit, window = a, b
+      elseif kind_2 == 'F' or kind_2 == 'X' then
+        local limit, window = a_2, b_2
         local start, window_end, count, clock_went_back = now, nil, 0, false
-        if kind == 'F' then
-          local phase = c
+        if kind_2 == 'F' then
+          local phase = c_2
           start = now - (now - phase) % window
-        elseif kind == 'K' then
-          local first, second, third = b, c, unpack('<d', d)
+        elseif kind_2 == 'K' then
+          local first, second, third = b_2, c_2, unpack('<d_2', d_2)
           if not (now >= first and now < third) then
-            return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d', now))
+            return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d_2', now))
           end
           if now < second then start, window_end = first, second else start, window_end = second, third end
         end
-        if key_expires_at then
-          local stored_start = field1
-          count = field2
+        if key_expires_at_2 then
+          local stored_start = field1_2
+          count = field2_2
           if stored_start > start then clock_went_back = true
-          elseif kind == 'X' and now < stored_start + window then start = stored_start
+          elseif kind_2 == 'X' and now < stored_start + window then start = stored_start
           elseif stored_start < start then count = 0 end
         end
         window_end = window_end or start + window
-        local idle_reset_us = kind == 'X' and 0 or window_end - now
-        free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end - now
 
-        local charged = count + cost
+        local charged = count + cost_2
         if op == 'R' then
           -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
-          charged = charged_at >= start and charged_at < window_end and count - cost or count
+          charged = charged_at >= start and charged_at < window_end and count - cost_2 or count
           if charged < 0 then charged = 0 end
         end
         if charged > limit and (op == 'C' or op == 'P') then
-          remaining, reset_us = free, free_reset_us
-          if cost > limit then status, retry_us = 2, -1
-          else status, retry_us = 1, window_end - now end
+          status_2 = 1
           if clock_went_back and count > 0 then
-            ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
+            ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = window_end - now, start, count, 0
           end
         else
           if charged > MAX_STATE then charged = MAX_STATE end
-          remaining, reset_us, ttl_us = limit - charged, idle_reset_us, false
-          if charged > 0 then
-            reset_us = window_end - now
-            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, charged, 0
-          end
+          ttl_us_2 = false
+          if charged > 0 then ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = window_end - now, start, charged, 0 end
         end
-      elseif kind == 'W' then
-        local limit, window, unit = a, b, c
+      elseif kind_2 == 'W' then
+        local limit, window, unit = a_2, b_2, c_2
         local start, current, previous, clock_went_back = now - now % window, 0, 0, false
-        if key_expires_at then
-          local stored_start = field1
-          current, previous = field2, field3
+        if key_expires_at_2 then
+          local stored_start = field1_2
+          current, previous = field2_2, field3_2
           if stored_start > start then clock_went_back = true
           elseif stored_start == start - window then current, previous = 0, current
           elseif stored_start < start then current, previous = 0, 0 end
         end
         local elapsed, units = floor((now - start) / unit), window / unit
-        free = limit - current + floor(-previous * (units - elapsed) / units)
         free_reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
 
-        local excess = (current + cost - limit) * units + previous * (units - elapsed)
+        local excess = (current + cost_2 - limit) * units + previous * (units - elapsed)
         if excess > 0 and (op == 'C' or op == 'P') then
-          remaining, reset_us = free, free_reset_us
-          if cost > limit then status, retry_us = 2, -1
-          elseif current + cost <= limit then status, retry_us = 1, start + (elapsed + ceil(excess / previous)) * unit - now
-          else status, retry_us = 1, start + window + ceil(units * (current + cost - limit) / current) * unit - now end
-          if clock_went_back and reset_us > 0 then
-            ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous
+          status_2 = 1
+          if clock_went_back and free_reset_us > 0 then
+            ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = free_reset_us, start, current, previous
           end
         else
-          if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
-          elseif charged_at >= start then current = current > cost and current - cost or 0
-          elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
-          remaining = limit - current + floor(-previous * (units - elapsed) / units)
+          if op ~= 'R' then current = math.min(current + cost_2, floor(MAX_STATE / 2 / units))
+          elseif charged_at >= start then current = current > cost_2 and current - cost_2 or 0
+          elseif charged_at >= start - window then previous = previous > cost_2 and previous - cost_2 or 0 end
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
-          ttl_us = false
-          if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+          ttl_us_2 = false
+          if reset_us > 0 then ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = reset_us, start, current, previous end
         end
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
-      if status ~= 0 then admitted = false end
-      if ttl_us then
-        local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
-        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-          new_state_2 = pack('<i8i8i8', new_field1, new_field2, new_field3)
-        else
-          ttl_ms_2 = ceil(ttl_us / 1000) + KEY_SLACK_MS
-          new_state_2 = pack('<i8i8i8i8', now + ttl_ms_2 * 1000, new_field1, new_field2, new_field3)
-        end
-      end
-      status_2, remaining_2, reset_us_2, retry_us_2 = status, remaining, reset_us, retry_us
-      free_2, free_reset_us_2 = free, free_reset_us
+      if status_2 ~= 0 then admitted = false end
     end
-    if new_state_1 and not failure and (admitted or status_1 ~= 0) then
-      if ttl_ms_1 then
-        local result = call('SET', key_1, new_state_1, 'PX', format('%d', ttl_ms_1))
-        failure = result.err and result
-      else
-        local length = call('SETRANGE', key_1, '8', new_state_1)
+    if ttl_us_1 and (admitted or status_1 ~= 0) and not failure then
+      local slack_us = key_expires_at_1 and key_expires_at_1 - now - ttl_us_1 or 0
+      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
+        local length = call('SETRANGE', key_1, '8', pack('<i8i8i8', new_field1_1, new_field2_1, new_field3_1))
         failure = length ~= STATE_BYTES and length
+      else
+        local ttl_ms = ceil(ttl_us_1 / 1000) + KEY_SLACK_MS
+        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1_1, new_field2_1, new_field3_1)
+        local result = call('SET', key_1, new_state, 'PX', format('%d', ttl_ms))
+        failure = result.err and result
       end
     end
-    if new_state_2 and not failure and (admitted or status_2 ~= 0) then
-      if ttl_ms_2 then
-        local result = call('SET', key_2, new_state_2, 'PX', format('%d', ttl_ms_2))
-        failure = result.err and result
-      else
-        local length = call('SETRANGE', key_2, '8', new_state_2)
+    if ttl_us_2 and (admitted or status_2 ~= 0) and not failure then
+      local slack_us = key_expires_at_2 and key_expires_at_2 - now - ttl_us_2 or 0
+      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
+        local length = call('SETRANGE', key_2, '8', pack('<i8i8i8', new_field1_2, new_field2_2, new_field3_2))
         failure = length ~= STATE_BYTES and length
+      else
+        local ttl_ms = ceil(ttl_us_2 / 1000) + KEY_SLACK_MS
+        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1_2, new_field2_2, new_field3_2)
+        local result = call('SET', key_2, new_state, 'PX', format('%d', ttl_ms))
+        failure = result.err and result
       end
     end
     if failure then
       failures = failures or {}
       failures[#failures + 1], failures[#failures + 2] = key_offset, failure
     end
-    local granted = failure and -1 or admitted and 1 or 0
-    if not admitted then remaining_1, reset_us_1 = free_1, free_reset_us_1 end
-    if remaining_1 and remaining_1 < 0 then remaining_1 = 0 end
-    if not admitted then remaining_2, reset_us_2 = free_2, free_reset_us_2 end
-    if remaining_2 and remaining_2 < 0 then remaining_2 = 0 end
+    replies[reply_count + 1] = failure and 'e' or admitted and 'a' or 'd'
     reply_count = reply_count + 1
-    replies[reply_count] = pack(reply_format
-      , granted, status_1, remaining_1, reset_us_1, retry_us_1
-      , granted, status_2, remaining_2, reset_us_2, retry_us_2
-    )
+    if kind_1 then
+      replies[reply_count + 1] = not failure and state_1 or no_state
+      reply_count = reply_count + 1
+    end
+    if kind_2 then
+      replies[reply_count + 1] = not failure and state_2 or no_state
+      reply_count = reply_count + 1
+    end
   end
 end
 replies = table.concat(replies)

@@ -63,7 +63,7 @@ impl Lua54 {
         let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &arguments);
         let Replied::Bulk(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
         let reply = redis::parse_redis_value(&reply.encode()).unwrap();
-        ScriptReply::new(reply, charges.len()).unwrap().next_verdict(charges.len()).unwrap().unwrap()
+        ScriptReply::new(reply, 1, charges.len()).unwrap().next_verdict(operation, &terms).unwrap().unwrap()
     }
 
     /// Return the usage totals.

@@ -347,8 +347,8 @@ fn record_call(
     let source = &script::script(variant, AlgorithmSet::ALL.with_usage(counts_usage)).source;
     let reply = eval(server, source, &recorded);
     recorded.reply = encode(&reply);
-    let mut parsed = ScriptReply::new(redis::Value::BulkString(reply), charges.len()).unwrap();
-    let verdict = parsed.next_verdict(charges.len()).unwrap().unwrap();
+    let mut parsed = ScriptReply::new(redis::Value::BulkString(reply), 1, charges.len()).unwrap();
+    let verdict = parsed.next_verdict(operation, &arguments).unwrap().unwrap();
     recorded.granted = verdict.granted;
     recorded.outcomes = verdict.outcomes.iter().map(RecordedOutcome::from).collect();
     (recorded, verdict)

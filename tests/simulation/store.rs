@@ -292,7 +292,7 @@ impl SimulatedRedis {
         charge.key.write("rl", &mut key);
         let script = script(script::script_variant(Operation::Peek, &terms), AlgorithmSet::for_rules([charge.rule]));
         let reply = node.evaluate(now_us, false, (&script.sha, &script.source), &[key], &[argument]);
-        verdicts(&reply.encode(), &[1])[0].as_ref().expect("a verdict").outcomes[0]
+        verdicts(&reply.encode(), &[(Operation::Peek, terms.to_vec())])[0].as_ref().expect("a verdict").outcomes[0]
     }
 
     /// Return the number of permits that a failover restored, because it lost their releases. They expire after their
@@ -405,7 +405,10 @@ impl SimulatedRedis {
         let (keys, arguments) = keys_and_arguments(command);
         let script = &self.nodes[node].scripts[sha];
         let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, (sha, script), keys, arguments).encode();
-        let limits: Vec<_> = requests.iter().map(|(_, asked)| asked.len()).collect();
+        let terms = |asked: &Vec<ReceivedCharge>| {
+            asked.iter().map(|asked| LimitArgs::from_charge(&asked.charge(), now_us)).collect()
+        };
+        let limits: Vec<_> = requests.iter().map(|(operation, asked)| (*operation, terms(asked))).collect();
         for ((operation, asked), verdict) in requests.into_iter().zip(verdicts(&reply, &limits)) {
             if let Some(verdict) = verdict {
                 let out_of_memory = self.out_of_memory;
@@ -479,12 +482,12 @@ fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
     command[3..].split_at(count)
 }
 
-/// Decode the reply of a script to requests with these numbers of limits. The result contains `None` for each failed
-/// request.
-fn verdicts(reply: &[u8], limits: &[usize]) -> Vec<Option<Verdict>> {
+/// Decode the reply of a script to these requests. The result contains `None` for each failed request.
+fn verdicts(reply: &[u8], requests: &[(Operation, Vec<LimitArgs>)]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
-    let mut reply = script::ScriptReply::new(value, limits.iter().sum()).expect("a reply of the scripts");
-    limits.iter().map(|limits| reply.next_verdict(*limits).expect("a verdict").ok()).collect()
+    let limits = requests.iter().map(|(_, limits)| limits.len()).sum();
+    let mut reply = script::ScriptReply::new(value, requests.len(), limits).expect("a reply of the scripts");
+    requests.iter().map(|(operation, limits)| reply.next_verdict(*operation, limits).expect("a verdict").ok()).collect()
 }
 
 /// Return the port of a server.

@@ -374,7 +374,7 @@ impl Batch {
     /// Send each request its part of the reply.
     pub(super) fn complete(self, reply: Value) -> BatchOutcome {
         let limits = self.groups.iter().map(|group| group.keys.len()).sum();
-        let Some(mut reply) = ScriptReply::new(reply, limits) else {
+        let Some(mut reply) = ScriptReply::new(reply, self.request_count(), limits) else {
             self.fail(&BatchError::Store(StoreError::MalformedReply));
             return BatchOutcome { is_valid: false, has_verdict: false, refunds: Vec::new() };
         };
@@ -383,7 +383,7 @@ impl Batch {
         let mut refunds: Vec<Refunds> = Vec::new();
         for mut group in self.groups {
             for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
-                let result = match reply.next_verdict(group.limits.len()) {
+                let result = match reply.next_verdict(group.operation, &group.limits) {
                     Some(Ok(verdict)) => Ok(verdict),
                     Some(Err(error)) => Err(BatchError::ErrorReply(error.into())),
                     None => Err(BatchError::Store(StoreError::MalformedReply)),

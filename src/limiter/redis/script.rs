@@ -5,10 +5,11 @@
 //!
 //! - `--@body` in an algorithm file: the lines after the marker are the branch. The declarations before the marker name
 //!   the variables of the driver that the branch uses. They are not part of the composed script.
-//! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm.
+//! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm. In `small.lua`, the variables of a
+//!   branch that belong to a limit get the suffix `_1`.
 //! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between the markers for each limit,
 //!   and replaces the suffix `_1` with the number of the limit.
-//! - `--@usage` and `--@end usage` in a driver: the lines between the markers are only in scripts that count usage.
+//! - `--@NAME` and `--@end NAME`: the lines between the markers are only in some scripts (see [`Block`]).
 //!
 //! `lua/generated/` contains the composed scripts with all algorithms, for review.
 
@@ -18,8 +19,10 @@ use aws_lc_rs::digest;
 use data_encoding::HEXLOWER;
 use redis::{ServerError, Value};
 
+use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
-use crate::limiter::algorithm::{AlgorithmKind, Outcome, Rule, Status};
+use crate::limiter::algorithm::{AlgorithmKind, Outcome, Rule, State, Status, Step, StepKind};
 use crate::limiter::usage::UsageDay;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
@@ -31,8 +34,6 @@ const ALGORITHMS_MARKER: &str = "--@algorithms";
 const BODY_MARKER: &str = "--@body\n";
 const REPEAT_MARKER: &str = "--@each limit";
 const REPEAT_END_MARKER: &str = "--@end";
-const USAGE_MARKER: &str = "--@usage";
-const USAGE_END_MARKER: &str = "--@end usage";
 
 /// Maximum number of limits of a request in the small driver, which has a reply format for each number of limits. The
 /// script has a copy of the algorithms for each limit. With eight limits, the script would exceed the maximum of 200
@@ -106,11 +107,15 @@ impl ScriptVariant {
 
     /// Compose the script of this variant.
     fn compose(self, algorithms: AlgorithmSet) -> String {
-        let usage_blocks = |driver| select_usage_blocks(driver, algorithms.counts_usage());
-        let driver = match self {
-            ScriptVariant::Generic => usage_blocks(GENERIC),
-            ScriptVariant::Single | ScriptVariant::Small(..2) => usage_blocks(SINGLE),
-            ScriptVariant::Small(limits) => repeat_blocks(&usage_blocks(SMALL), limits),
+        let keeps = |block| match block {
+            Block::Usage => algorithms.counts_usage(),
+            Block::Outcome => self == ScriptVariant::Generic,
+            Block::Free => matches!(self, ScriptVariant::Single | ScriptVariant::Small(..2)),
+        };
+        let (driver, repeats) = match self {
+            ScriptVariant::Generic => (GENERIC, None),
+            ScriptVariant::Single | ScriptVariant::Small(..2) => (SINGLE, None),
+            ScriptVariant::Small(limits) => (SMALL, Some(limits)),
         };
         let mut script = String::with_capacity(4 * driver.len());
         for line in driver.lines() {
@@ -119,22 +124,31 @@ impl ScriptVariant {
                 None => script.extend([line, "\n"]),
             }
         }
-        script
+        let script = select_blocks(&script, keeps);
+        match repeats {
+            Some(limits) => repeat_blocks(&script, limits),
+            None => script,
+        }
     }
 
     /// Append a branch for each algorithm that is in the set and supported by the driver.
     fn push_branches(self, script: &mut String, algorithms: AlgorithmSet, indent: &str) {
+        let is_small = matches!(self, ScriptVariant::Small(2..));
         for algorithm in algorithms.iter() {
             let kinds = algorithm.kinds.iter().filter(|kind| self == ScriptVariant::Generic || kind.has_small_state());
             let conditions: Vec<_> = kinds.map(|kind| format!("kind == '{}'", kind.letter())).collect();
             if conditions.is_empty() {
                 continue;
             }
-            script.push_str(&format!("{indent}elseif {} then\n", conditions.join(" or ")));
+            let condition = format!("elseif {} then", conditions.join(" or "));
             let (_, body) = algorithm.source.split_once(BODY_MARKER).unwrap_or_default();
-            for line in body.lines() {
+            for (line, own_indent) in [(&*condition, "")].into_iter().chain(body.lines().map(|line| (line, "  "))) {
                 if !line.is_empty() {
-                    script.extend([indent, "  ", line]);
+                    script.extend([indent, own_indent]);
+                }
+                match is_small && !line.trim_start().starts_with("--") {
+                    true => push_with_suffixes(script, line),
+                    false => script.push_str(line),
                 }
                 script.push('\n');
             }
@@ -142,19 +156,76 @@ impl ScriptVariant {
     }
 }
 
-/// Keep or remove the blocks for usage, and remove their markers.
-fn select_usage_blocks(driver: &str, counts_usage: bool) -> String {
-    let mut script = String::with_capacity(driver.len());
-    let mut is_usage = false;
-    for line in driver.split_inclusive('\n') {
-        match line.trim() {
-            USAGE_MARKER => is_usage = true,
-            USAGE_END_MARKER => is_usage = false,
-            _ if is_usage && !counts_usage => {}
-            _ => script.push_str(line),
+/// The blocks that only some scripts have. A block consists of the lines between the markers `--@NAME` and
+/// `--@end NAME`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Block {
+    /// Usage totals: only in scripts that count usage.
+    Usage,
+    /// The outcomes of the limits: only with the generic driver. The other drivers reply with states.
+    Outcome,
+    /// The remaining tokens, which decide how many tokens [`Operation::TakeUpTo`] takes: only with the single driver.
+    Free,
+}
+
+impl Block {
+    const ALL: [(Block, &'static str); 3] =
+        [(Block::Usage, "usage"), (Block::Outcome, "outcome"), (Block::Free, "free")];
+
+    /// Return the block of a marker, and whether the marker begins the block.
+    fn of_marker(line: &str) -> Option<(Block, bool)> {
+        let marker = line.trim().strip_prefix("--@")?;
+        let (name, begins) = marker.strip_prefix("end ").map_or((marker, true), |name| (name, false));
+        Block::ALL.iter().find(|(_, known)| *known == name).map(|(block, _)| (*block, begins))
+    }
+}
+
+/// Keep the blocks for which `keeps` returns true, remove the other blocks, and remove all markers of blocks.
+fn select_blocks(source: &str, keeps: impl Fn(Block) -> bool) -> String {
+    let mut script = String::with_capacity(source.len());
+    let mut is_kept = true;
+    for line in source.split_inclusive('\n') {
+        match Block::of_marker(line) {
+            Some((block, begins)) => is_kept = !begins || keeps(block),
+            None if is_kept => script.push_str(line),
+            None => {}
         }
     }
     script
+}
+
+/// The variables of a branch that belong to a limit.
+const LIMIT_VARIABLES: [&str; 15] = [
+    "kind",
+    "cost",
+    "a",
+    "b",
+    "c",
+    "d",
+    "status",
+    "ttl_us",
+    "new_field1",
+    "new_field2",
+    "new_field3",
+    "key_expires_at",
+    "field1",
+    "field2",
+    "field3",
+];
+
+/// Append a line of code, with the suffix `_1` for each variable that belongs to a limit.
+fn push_with_suffixes(script: &mut String, line: &str) {
+    let is_word = |character: char| character.is_ascii_alphanumeric() || character == '_';
+    let mut rest = line;
+    while let Some(first) = rest.chars().next() {
+        let length = rest.find(|character| is_word(character) != is_word(first)).unwrap_or(rest.len());
+        let (part, after) = rest.split_at(length);
+        script.push_str(part);
+        if LIMIT_VARIABLES.contains(&part) {
+            script.push_str("_1");
+        }
+        rest = after;
+    }
 }
 
 /// Repeat each block between `--@each limit` and `--@end` for each limit.
@@ -265,8 +336,11 @@ const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
 /// Number of bytes that the argument for usage has for each limit: three packed numbers.
 const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
 
-/// Number of values in a reply for each limit.
+/// Number of values in a reply for each limit, if the reply contains outcomes.
 const NUMBERS_PER_LIMIT: usize = 5;
+
+/// Size of a state with three fields, in bytes: four 64-bit integers.
+const STATE_BYTES: usize = 4 * NUMBER_BYTES;
 
 /// The arguments of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -319,6 +393,22 @@ impl LimitArgs {
             _ => self.last_parameter,
         };
         LimitArgs { cost, last_parameter, usage: self.usage.map(UsageDay::at_any_time), ..self }
+    }
+
+    /// Return the rule, if its [state has three fields](AlgorithmKind::has_small_state).
+    fn rule(&self) -> Option<Rule> {
+        let [a, b, c] = self.parameters;
+        let window = |start| Rule::FixedWindow(FixedWindow { limit: a, window: b, start });
+        match self.kind {
+            AlgorithmKind::TokenBucket => Some(Rule::TokenBucket(TokenBucket { burst: a, refill: b, parts: c })),
+            AlgorithmKind::FixedWindow => Some(window(WindowStart::Aligned { phase: c })),
+            AlgorithmKind::FirstRequest => Some(window(WindowStart::FirstRequest)),
+            AlgorithmKind::SlidingWindow => Some(Rule::SlidingWindow(SlidingWindow { limit: a, window: b, unit: c })),
+            AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingBuckets
+            | AlgorithmKind::SlidingLog
+            | AlgorithmKind::Concurrency => None,
+        }
     }
 
     /// Return the cost that the request charges to the limit.
@@ -397,15 +487,18 @@ fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
 #[derive(Debug)]
 pub struct ScriptReply {
     bytes: Vec<u8>,
+    /// Whether the reply contains states instead of outcomes. The two forms have different lengths, because a call has
+    /// at least as many limits as requests.
+    has_states: bool,
     /// For each failed request: the total number of limits of the requests before it, and its error.
     failures: Vec<(usize, ServerError)>,
-    /// Number of limits read so far.
+    requests_read: usize,
     limits_read: usize,
 }
 
 impl ScriptReply {
-    /// Parse a reply for this number of limits. Return `None` if the reply is malformed.
-    pub fn new(reply: Value, limits: usize) -> Option<Self> {
+    /// Parse a reply for these numbers of requests and limits. Return `None` if the reply is malformed.
+    pub fn new(reply: Value, requests: usize, limits: usize) -> Option<Self> {
         let mut parts = match reply {
             Value::Array(parts) => parts.into_iter(),
             bytes => vec![bytes].into_iter(),
@@ -418,24 +511,35 @@ impl ScriptReply {
             };
             failures.push((usize::try_from(before).ok()?, error));
         }
-        (bytes.len() == NUMBER_BYTES * (1 + NUMBERS_PER_LIMIT * limits)).then_some(ScriptReply {
+        let has_states = bytes.len() == NUMBER_BYTES + requests + STATE_BYTES * limits;
+        let has_outcomes = bytes.len() == NUMBER_BYTES * (1 + NUMBERS_PER_LIMIT * limits);
+        let read = 0;
+        (has_states || has_outcomes).then_some(ScriptReply {
             bytes,
+            has_states,
             failures,
-            limits_read: 0,
+            requests_read: read,
+            limits_read: read,
         })
     }
 
-    /// Return the verdict or the error of the next request, which has this number of limits. Return `None` if the reply
-    /// is malformed.
-    pub fn next_verdict(&mut self, limits: usize) -> Option<Result<Verdict, ServerError>> {
-        let first = self.limits_read;
-        self.limits_read += limits;
+    /// Return the verdict or the error of the next request, which has this operation and these limits. Return `None` if
+    /// the reply is malformed.
+    pub fn next_verdict(&mut self, operation: Operation, limits: &[LimitArgs]) -> Option<Result<Verdict, ServerError>> {
+        let (request, first) = (self.requests_read, self.limits_read);
+        self.requests_read += 1;
+        self.limits_read += limits.len();
         if let Some(failed) = self.failures.iter().position(|(before, _)| *before == first) {
             return Some(Err(self.failures.swap_remove(failed).1));
         }
+        let now_us = decode_integer(self.number(0))?;
+        if self.has_states {
+            let (result, states) = self.bytes[NUMBER_BYTES + request + STATE_BYTES * first..].split_first()?;
+            return verdict_of_states(now_us, operation, *result == ADMITTED, limits, states.as_chunks().0).map(Ok);
+        }
         let granted = decode_integer(self.number(1 + NUMBERS_PER_LIMIT * first))?;
         let outcomes = (first..self.limits_read).map(|limit| self.outcome(limit)).collect::<Option<_>>()?;
-        Some(Ok(Verdict::new(granted, decode_integer(self.number(0))?, outcomes)))
+        Some(Ok(Verdict::new(granted, now_us, outcomes)))
     }
 
     fn outcome(&self, limit: usize) -> Option<Outcome> {
@@ -457,6 +561,54 @@ impl ScriptReply {
     fn number(&self, index: usize) -> f64 {
         f64::from_le_bytes(self.bytes.as_chunks().0[index])
     }
+}
+
+/// The letter of an admitted request in a reply with states.
+const ADMITTED: u8 = b'a';
+
+/// Compute the verdict on a request from the states that the script has read. The script has decided whether the request
+/// is admitted.
+fn verdict_of_states(
+    now_us: u64,
+    operation: Operation,
+    is_admitted: bool,
+    limits: &[LimitArgs],
+    states: &[[u8; STATE_BYTES]],
+) -> Option<Verdict> {
+    let mut granted = 1;
+    let mut outcomes = Vec::with_capacity(limits.len());
+    for (limit, bytes) in limits.iter().zip(states) {
+        let (rule, state) = (limit.rule()?, decode_state(limit.kind, bytes)?);
+        let mut cost = limit.cost;
+        if operation == Operation::TakeUpTo {
+            let free = rule.step(state.as_ref(), now_us, StepKind::Check, 0).free;
+            granted = free.min(cost);
+            cost = granted.max(1);
+        }
+        let Step { mut outcome, free, free_reset_us, .. } = rule.step(state.as_ref(), now_us, StepKind::Check, cost);
+        if !is_admitted {
+            (outcome.remaining, outcome.reset_us) = (free, free_reset_us);
+        }
+        outcomes.push(outcome);
+    }
+    Some(Verdict::new(if is_admitted { granted } else { 0 }, now_us, outcomes))
+}
+
+/// Decode a state with three fields. The inner option is `None` if there is no state. Return `None` if the state is
+/// malformed.
+fn decode_state(kind: AlgorithmKind, bytes: &[u8; STATE_BYTES]) -> Option<Option<State>> {
+    let number = |index: usize| u64::try_from(i64::from_le_bytes(bytes.as_chunks().0[index])).ok();
+    let (key_expires_at, first, second, third) = (number(0)?, number(1)?, number(2)?, number(3)?);
+    let state = match kind {
+        AlgorithmKind::TokenBucket => State::Bucket { updated_at: first, debt: second, parts: third, key_expires_at },
+        AlgorithmKind::FixedWindow | AlgorithmKind::FirstRequest => State::Window { start: first, count: second },
+        AlgorithmKind::SlidingWindow => State::Sliding { start: first, current: second, previous: third },
+        AlgorithmKind::Calendar
+        | AlgorithmKind::SlidingBuckets
+        | AlgorithmKind::SlidingLog
+        | AlgorithmKind::Concurrency => return None,
+    };
+    Some((key_expires_at > 0).then_some(state))
 }
 
 /// Convert a number of a reply to an integer. Return `None` if the number is negative, has a fraction or exceeds 2^53,
@@ -490,8 +642,9 @@ mod tests {
             for (bit, algorithm) in ALGORITHMS.iter().enumerate() {
                 let source = &script(variant, AlgorithmSet(1 << bit).with_usage(counts_usage)).source;
                 assert_eq!(source.contains("'HINCRBY'"), counts_usage, "{variant:?}");
-                let condition = format!("elseif kind == '{}'", algorithm.kinds[0].letter());
-                let branches = source.lines().filter(|line| line.trim().starts_with(&condition)).count();
+                let condition = format!(" == '{}'", algorithm.kinds[0].letter());
+                let is_branch = |line: &&str| line.trim().starts_with("elseif kind") && line.contains(&condition);
+                let branches = source.lines().filter(is_branch).count();
                 let is_supported = variant == Generic || algorithm.kinds.iter().any(|kind| kind.has_small_state());
                 // In the small driver, each limit has its own branches, so the text of an algorithm occurs several
                 // times.
@@ -500,6 +653,38 @@ mod tests {
                 assert!(!source.contains("--@"), "{variant:?}: a marker is left in {source}");
             }
         }
+    }
+
+    #[test]
+    fn variables_of_a_limit_get_its_number() {
+        let mut script = String::new();
+        push_with_suffixes(&mut script, "if kind == 'B' and cost > a.b then ttl_us, new_field1 = scost, field10 end");
+        assert_eq!(script, "if kind_1 == 'B' and cost_1 > a_1.b_1 then ttl_us_1, new_field1_1 = scost, field10 end");
+    }
+
+    #[test]
+    fn malformed_states_have_no_verdict() {
+        let limit = |kind| LimitArgs {
+            kind,
+            mode: ChargeMode::Enforced,
+            cost: 1,
+            parameters: [10, 1, 1],
+            last_parameter: encode_number(0),
+            usage: None,
+        };
+        let reply = |fields: [i64; 4]| {
+            let mut bytes = encode_number(1000).to_vec();
+            bytes.push(ADMITTED);
+            fields.iter().for_each(|field| bytes.extend(field.to_le_bytes()));
+            ScriptReply::new(Value::BulkString(bytes), 1, 1).unwrap()
+        };
+        let verdict = |kind, fields| reply(fields).next_verdict(Operation::Check, &[limit(kind)]);
+        let remaining = |fields| verdict(AlgorithmKind::TokenBucket, fields).unwrap().unwrap().outcomes[0].remaining;
+        assert_eq!(remaining([0; 4]), 9, "no state");
+        assert_eq!(remaining([2_000_000, 1000, 4, 1]), 5);
+        assert!(verdict(AlgorithmKind::TokenBucket, [2_000_000, 1000, -4, 1]).is_none(), "a negative debt");
+        assert!(verdict(AlgorithmKind::Calendar, [0; 4]).is_none(), "no driver replies with states of this kind");
+        assert!(ScriptReply::new(Value::BulkString(vec![0; 40]), 1, 1).is_none(), "a byte is missing");
     }
 
     #[test]
