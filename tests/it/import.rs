@@ -29,7 +29,17 @@ fn import(directory: &Path, arguments: &[&str]) -> Imported {
 
 /// Create the files that the cases name.
 fn provide(directory: &Path) {
-    let files = [("cert.pem", "pem"), ("cert.key", "key"), ("staff.pem", "pem"), ("partners.pem", "pem")];
+    std::fs::create_dir(directory.join("tls")).unwrap();
+    let files = [
+        ("cert.pem", "pem"),
+        ("cert.key", "key"),
+        ("staff.pem", "pem"),
+        ("partners.pem", "pem"),
+        ("tls/data-statistics-tls.crt", "pem"),
+        ("tls/data-statistics-tls.key", "key"),
+        ("tls/data-open-tls.crt", "pem"),
+        ("tls/data-open-tls.key", "key"),
+    ];
     for (name, text) in files.map(|(name, kind)| (name, read(&format!("certs/dev.{kind}")))) {
         std::fs::write(directory.join(name), text).unwrap();
     }
@@ -322,11 +332,35 @@ server {
     location = /text { return 200 hello; }
     location = /gone { return 410; }
     location = /private { limit_req zone=none; auth_basic area; auth_basic_user_file USERS; proxy_pass http://UPSTREAM; }
+    location /shop/ { rewrite ^/shop/(.*)$ /store/$1 break; proxy_pass http://UPSTREAM/ignored; }
+    location /bare { rewrite ^/bare/?(.*)$ /$1 break; proxy_pass http://UPSTREAM; }
+    location /moved { rewrite ^/moved(/|$)(.*)$ /to/$2 break; proxy_pass http://UPSTREAM; }
+    location /sub { rewrite ^/sub/(.*)$ /$1 break; proxy_pass http://UPSTREAM; }
+    location ~ ^/v([0-9])/(.*)$ { rewrite ^/v([0-9])/(.*)$ /$2/$1 break; proxy_pass http://UPSTREAM; }
+    location /forms/ {
+        if ($request_method = PUT) { return 405; }
+        if ($request_method ~ ^(POST|HEAD)$) { add_header X-Added yes always; return 204; }
+        if ($http_x_tier = gold) { proxy_pass http://UPSTREAM; }
+        proxy_pass http://group;
+    }
+    location /flag/ { if ($http_x_tier != gold) { return 410; } proxy_pass http://UPSTREAM; }
+    location /set/ { if ($http_x_tier) { return 200 set; } proxy_pass http://UPSTREAM; }
+    location /unset/ { if ($http_x_tier = "") { return 200 unset; } proxy_pass http://UPSTREAM; }
+    location /query/ { if ($arg_debug = on) { return 200 debug; } proxy_pass http://UPSTREAM; }
     location /nested/ {
         proxy_pass http://UPSTREAM;
         location /nested/deep/ { limit_req zone=all8 burst=1 nodelay; proxy_pass http://UPSTREAM/deep/; }
         location ~ \.txt$ { limit_req zone=plan9 nodelay; proxy_pass http://UPSTREAM; }
     }
+}
+server {
+    listen PORT;
+    server_name d.test www.d.test;
+    if ($host = www.d.test) { return 301 http://d.test$request_uri; }
+    if ($http_x_bot ~* (crawler|scraper)) { return 403; }
+    if ($http_x_bot ~ "^old/[12]") { return 403; }
+    location / { proxy_pass http://group; }
+    location /api/ { proxy_pass http://UPSTREAM/v3/; }
 }
 server {
     listen PORT;
@@ -364,12 +398,37 @@ const PATHS: &[&str] = &[
     "/nested/c.txt",
     "/old",
     "/secure",
+    "/shop/a?b=1",
+    "/bare",
+    "/bare/a",
+    "/moved",
+    "/moved/b/c",
+    "/sub",
+    "/sub/d",
+    "/v2/e/f",
+    "/forms/a",
+    "/flag/a",
+    "/set/a",
+    "/unset/a",
+    "/query/a?x=1&debug=on",
+    "/query/a?debug=off",
 ];
 
 /// Paths whose form the gateway changes, so that the upstream does not see what nginx would send.
 const OTHER_FORMS: &[&str] = &["/%41pi/x", "//x", "/api/../x", "/static//a", "/user/%37"];
 
-const HOSTS: &[&str] = &["a.test", "A.test", "x.b.test", "y.x.b.test", "b.test", "c.test", "other.test", "a.test:80"];
+const HOSTS: &[&str] = &[
+    "a.test",
+    "A.test",
+    "x.b.test",
+    "y.x.b.test",
+    "b.test",
+    "c.test",
+    "other.test",
+    "a.test:80",
+    "d.test",
+    "www.d.test",
+];
 
 /// What a client sees of a response. Responses of nginx itself have a body of HTML.
 fn seen(reply: &Reply, is_proxied: bool) -> String {
@@ -396,6 +455,8 @@ fn import_of_nginx_makes_the_decisions_of_nginx_for_10000_requests() {
         let path = paths[pick(paths.len())];
         let method = ["GET", "GET", "POST", "PUT", "HEAD"][pick(5)];
         let host = HOSTS[if pick(3) == 0 { pick(HOSTS.len()) } else { 0 }];
+        // A redirect of nginx contains the path as the client wrote it.
+        let host = if is_other_form && host == "www.d.test" { "d.test" } else { host };
         let client = format!("client-{}", number / 250);
         let mut headers = vec![("Host", host)];
         if pick(8) > 0 {
@@ -405,6 +466,13 @@ fn import_of_nginx_makes_the_decisions_of_nginx_for_10000_requests() {
             headers.push(("Authorization", "Basic YWxpY2U6c2VjcmV0"));
         }
         headers.push(("X-Gone", "1"));
+        let tier = ["gold", "silver", "0", ""][pick(4)];
+        if pick(2) == 0 {
+            headers.push(("X-Tier", tier));
+        }
+        if pick(8) == 0 {
+            headers.push(("X-Bot", ["A Scraper/1", "old/2", "old/3", "x old/1"][pick(4)]));
+        }
         let replies = [&mut nginx, &mut gateway].map(|to| to.request(method, path, &headers, b""));
         let is_proxied = !is_other_form && replies.iter().all(|reply| reply.status == 200);
         let [expected, found] = replies.each_ref().map(|reply| seen(reply, is_proxied));

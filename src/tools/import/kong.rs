@@ -46,6 +46,8 @@ struct Importer<'a> {
     acls: BTreeMap<String, Option<plugins::Acl>>,
     /// Names of the limits by plugin and window.
     limits: BTreeMap<String, String>,
+    /// The names of the plugins that limits come from, by the names of the limits.
+    limit_plugins: BTreeMap<String, String>,
 }
 
 /// A path of a route.
@@ -65,10 +67,11 @@ impl<'a> Importer<'a> {
             global: Vec::new(),
             acls: BTreeMap::new(),
             limits: BTreeMap::new(),
+            limit_plugins: BTreeMap::new(),
         };
         for document in documents {
             importer.consumers(document);
-            importer.global.extend(plugins::of(document, &document.root));
+            importer.global.extend(plugins::global(document));
         }
         importer
     }
@@ -96,6 +99,7 @@ impl<'a> Importer<'a> {
             let text = format!("`_format_version: {}`: the file is read as version 3", quoted(version));
             self.model.differs(&document.at(&document.root), text);
         }
+        self.report_combinations(document);
         for group in document.root.items_of("consumer_groups") {
             let text = format!(
                 "the consumer group `{}`: write `tier` of consumers, and `tiers` of limits",
@@ -105,7 +109,7 @@ impl<'a> Importer<'a> {
         }
         for service in document.root.items_of("services") {
             let upstream = self.service(document, service);
-            let own = plugins::of(document, service);
+            let own = plugins::of(document, service, "service");
             for route in service.items_of("routes") {
                 self.route(document, route, Some(service), upstream.as_deref(), &own);
             }
@@ -115,7 +119,7 @@ impl<'a> Importer<'a> {
             let services = document.root.items_of("services");
             let service = services.iter().find(|service| Some(service.text_of("name")) == name);
             let upstream = service.and_then(|service| self.service(document, service));
-            let own = service.map(|service| plugins::of(document, service)).unwrap_or_default();
+            let own = service.map(|service| plugins::of(document, service, "service")).unwrap_or_default();
             self.route(document, route, service, upstream.as_deref(), &own);
         }
     }
@@ -264,8 +268,11 @@ impl<'a> Importer<'a> {
             }
             table.set_list("methods", route.texts_of("methods"));
             self.header_conditions(document, route, &mut table);
-            let scope =
-                Scope { global: &self.global.clone(), service: service_plugins, route: &plugins::of(document, route) };
+            let scope = Scope {
+                global: &self.global.clone(),
+                service: service_plugins,
+                route: &plugins::of(document, route, "route"),
+            };
             match upstream {
                 Some(upstream) => {
                     table.set("upstream", upstream);

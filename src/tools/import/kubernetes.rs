@@ -1,6 +1,8 @@
 //! Imports Ingress resources of Kubernetes, with the annotations of ingress-nginx.
 
 mod annotations;
+mod canary;
+mod tls;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -33,15 +35,17 @@ pub(super) fn import(inputs: &[Input], annotated: bool, replicas: Option<u32>) -
         services: BTreeMap::new(),
         settings: BTreeMap::new(),
         taken: BTreeSet::new(),
+        mains: BTreeMap::new(),
+        redirected: BTreeSet::new(),
     };
-    let mut listener = Table::default();
-    listener.comments.push("Behind the Service of the gateway".to_owned());
-    listener.set("address", "0.0.0.0:8080");
-    importer.model.listeners.push(listener);
     importer.collect(&resources);
-    for document in &resources {
-        if document.root.text_of("kind") == "Ingress" {
-            importer.ingress(document);
+    importer.listeners(&resources);
+    // A canary changes the routes of another Ingress.
+    for wants_canary in [false, true] {
+        for document in resources.iter().filter(|document| document.root.text_of("kind") == "Ingress") {
+            if (annotated && is_canary(document)) == wants_canary {
+                importer.ingress(document);
+            }
         }
     }
     if annotated {
@@ -65,6 +69,19 @@ struct Importer {
     settings: BTreeMap<String, String>,
     /// Hosts and paths that a route has.
     taken: BTreeSet<String>,
+    /// The routes that a canary may change.
+    mains: BTreeMap<String, Main>,
+    /// Hosts whose requests without TLS are redirected.
+    redirected: BTreeSet<String>,
+}
+
+/// The route of a path.
+struct Main {
+    /// Name of the route.
+    route: String,
+    /// Keys of the upstream.
+    upstream: Table,
+    has_canary: bool,
 }
 
 /// A path of an Ingress.
@@ -103,6 +120,7 @@ impl Importer {
             "proxy-body-size",
             "proxy-read-timeout",
             "proxy-connect-timeout",
+            "ssl-redirect",
         ];
         let is_controller = document.root.at(&["metadata", "name"]).and_then(Node::text).unwrap_or_default();
         if !is_controller.contains("nginx") {
@@ -129,16 +147,6 @@ impl Importer {
         let root = &document.root;
         let annotations = root.at(&["metadata", "annotations"]);
         let pairs = annotations.map(Node::pairs).unwrap_or_default();
-        let is_canary = pairs.iter().any(|pair| pair.key.ends_with("/canary") && pair.value.text() == Some("true"));
-        if is_canary && self.annotated {
-            let text = format!("the canary Ingress `{}`: write weights, or a route with `match`", name_of(root));
-            return self.model.no_equal(&document.at(root), text);
-        }
-        if let Some(tls) = root.at(&["spec", "tls"]) {
-            let text = "`tls`: the listener serves plaintext; add a listener with `tls.certificates`, and a route with \
-                        `redirect = { scheme = \"https\" }` on the plaintext listener";
-            self.model.no_equal(&document.at(tls), text);
-        }
         let mut paths = Vec::new();
         for rule in root.at(&["spec", "rules"]).map(Node::items).unwrap_or_default() {
             let host = rule.text_of("host");
@@ -159,14 +167,16 @@ impl Importer {
         }
         let settings = self.annotations(document, pairs);
         for path in &paths {
-            self.route(document, path, &settings);
+            match &settings.canary {
+                Some(canary) => self.canary_routes(document, path, &settings, canary),
+                None => self.route(document, path, &settings),
+            }
         }
     }
 
     /// Add the routes of a path.
     fn route(&mut self, document: &Document, path: &IngressPath<'_>, settings: &annotations::Settings) {
         let origin = document.at(path.backend);
-        let is_regex = self.annotated && (settings.is_regex || settings.rewrite.is_some());
         let text = path.path.trim_end_matches('/');
         let mut route = Table::from_origin(&origin, &format!("{} {}{}", name_of(&document.root), path.host, path.path));
         if !path.host.is_empty() {
@@ -177,11 +187,38 @@ impl Importer {
                 self.model.differs(&origin, text);
             }
         }
+        if !self.path(document, path, settings, &mut route) {
+            return;
+        }
+        let identity = format!("{} {:?} {:?}", path.host, route.keys.get("path"), route.keys.get("path_regex"));
+        if !self.taken.insert(identity) {
+            let text =
+                format!("`{}{}`: another Ingress has the same host and path", quoted(path.host), quoted(path.path));
+            return self.model.no_equal(&origin, text);
+        }
+        self.action(document, path, settings, &mut route);
+        self.restrict_to_tls(document, path.host, settings, &mut route);
+        let route = self.model.add_route(&format!("{} {text}", name_of(&document.root)), route);
+        self.mains.insert(path_key(path), Main { route, upstream: settings.upstream.clone(), has_canary: false });
+    }
+
+    /// Write the path of a route. Return whether it has an equal.
+    fn path(
+        &mut self,
+        document: &Document,
+        path: &IngressPath<'_>,
+        settings: &annotations::Settings,
+        route: &mut Table,
+    ) -> bool {
+        let origin = document.at(path.backend);
+        let is_regex = self.annotated && (settings.is_regex || settings.rewrite.is_some());
+        let text = path.path.trim_end_matches('/');
         if is_regex {
             let expression = format!("(?i){}", prefix_expression(path.path));
             if crate::routing::pattern::PathPattern::from_regex(&expression).is_err() {
                 let text = format!("`{}`: the regular expression is not valid here", quoted(path.path));
-                return self.model.no_equal(&origin, text);
+                self.model.no_equal(&origin, text);
+                return false;
             }
             route.set("path_regex", expression);
         } else if path.path_type == "Exact" {
@@ -196,14 +233,7 @@ impl Importer {
                 self.model.differs(&origin, text);
             }
         }
-        let identity = format!("{} {:?} {:?}", path.host, route.keys.get("path"), route.keys.get("path_regex"));
-        if !self.taken.insert(identity) {
-            let text =
-                format!("`{}{}`: another Ingress has the same host and path", quoted(path.host), quoted(path.path));
-            return self.model.no_equal(&origin, text);
-        }
-        self.action(document, path, settings, &mut route);
-        self.model.add_route(&format!("{} {text}", name_of(&document.root)), route);
+        true
     }
 
     /// Write what a route does: redirect, or forward to the Service.
@@ -284,6 +314,17 @@ impl Importer {
         }
         Some(self.model.add_upstream(&format!("{name} {port}"), upstream))
     }
+}
+
+/// Return the text that is equal for the same path of a canary and of its main Ingress.
+fn path_key(path: &IngressPath<'_>) -> String {
+    format!("{} {} {}", path.host.to_ascii_lowercase(), path.path, path.path_type == "Exact")
+}
+
+/// Return whether an Ingress is a canary of another one.
+fn is_canary(document: &Document) -> bool {
+    let annotations = document.root.at(&["metadata", "annotations"]).map(Node::pairs).unwrap_or_default();
+    annotations.iter().any(|pair| pair.key.ends_with("/canary") && pair.value.text() == Some("true"))
 }
 
 /// Return the namespace of a resource.

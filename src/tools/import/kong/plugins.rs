@@ -6,6 +6,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use data_encoding::HEXLOWER;
 
 use crate::config::yaml::Node;
+use crate::limiter::quota::Quota;
 use crate::tools::import::document::Document;
 use crate::tools::import::kong::Importer;
 use crate::tools::import::model::{Origin, Relation, Table, quoted, valid_name};
@@ -83,6 +84,28 @@ impl Plugin<'_> {
         self.config(key).map(Node::items).unwrap_or_default().iter().filter_map(Node::text).map(str::to_owned).collect()
     }
 
+    /// Return the unit and the count of each window of a plugin that limits requests.
+    fn windows(&self) -> Vec<(String, i64)> {
+        let mut windows: Vec<(String, i64)> = Vec::new();
+        for unit in ["second", "minute", "hour", "day", "month", "year"] {
+            if let Ok(count) = self.text(unit).parse::<i64>() {
+                let short = match unit {
+                    "second" => "s",
+                    "minute" => "min",
+                    other => other,
+                };
+                windows.push((short.to_owned(), count));
+            }
+        }
+        let sizes = self.texts("window_size");
+        for (count, size) in self.texts("limit").iter().zip(sizes) {
+            if let Ok(count) = count.parse() {
+                windows.push((format!("{size}s"), count));
+            }
+        }
+        windows
+    }
+
     fn is(&self, key: &str, default: bool) -> bool {
         match self.text(key) {
             "" => default,
@@ -91,11 +114,41 @@ impl Plugin<'_> {
     }
 }
 
-/// Return the enabled plugins of a service, a route or the whole configuration.
-pub(super) fn of<'a>(document: &'a Document, node: &'a Node) -> Vec<Plugin<'a>> {
-    let owner = node.text_of("name");
-    let plugins = node.items_of("plugins").iter();
-    plugins.filter(|node| node.text_of("enabled") != "false").map(|node| Plugin { document, node, owner }).collect()
+/// What the plugins at the top of a configuration may belong to.
+const OWNERS: [&str; 4] = ["consumer", "consumer_group", "route", "service"];
+
+/// Return the enabled plugins of a service, a route or a consumer. `kind` is the key with which plugins at the top of
+/// the configuration refer to it.
+pub(super) fn of<'a>(document: &'a Document, node: &'a Node, kind: &str) -> Vec<Plugin<'a>> {
+    let owner = node.text_of(if kind == "consumer" { "username" } else { "name" });
+    let refers = |plugin: &&Node| {
+        let is_owner = |reference: &Node| {
+            let name = reference
+                .text()
+                .unwrap_or_else(|| reference.text_of(if kind == "consumer" { "username" } else { "name" }));
+            !name.is_empty() && (name == owner || name == node.text_of("id"))
+        };
+        owners(plugin) == [kind] && plugin.get(kind).is_some_and(is_owner)
+    };
+    enabled(
+        document,
+        node.items_of("plugins").iter().chain(document.root.items_of("plugins").iter().filter(refers)),
+        owner,
+    )
+}
+
+/// Return the enabled plugins of the whole configuration.
+pub(super) fn global(document: &Document) -> Vec<Plugin<'_>> {
+    enabled(document, document.root.items_of("plugins").iter().filter(|plugin| owners(plugin).is_empty()), "")
+}
+
+fn enabled<'a>(document: &'a Document, nodes: impl Iterator<Item = &'a Node>, owner: &'a str) -> Vec<Plugin<'a>> {
+    nodes.filter(|node| node.text_of("enabled") != "false").map(|node| Plugin { document, node, owner }).collect()
+}
+
+/// Return the kinds of what a plugin belongs to.
+fn owners(plugin: &Node) -> Vec<&'static str> {
+    OWNERS.into_iter().filter(|kind| plugin.get(kind).is_some_and(|node| node.text() != Some(""))).collect()
 }
 
 /// What identifies the consumer on a route.
@@ -153,29 +206,12 @@ impl Importer<'_> {
 
     /// Add one limit for each window.
     fn rate_limiting(&mut self, plugin: &Plugin<'_>, credential: Credential, table: &mut Table) {
-        let mut windows: Vec<(String, i64)> = Vec::new();
-        for unit in ["second", "minute", "hour", "day", "month", "year"] {
-            if let Ok(count) = plugin.text(unit).parse::<i64>() {
-                let short = match unit {
-                    "second" => "s",
-                    "minute" => "min",
-                    other => other,
-                };
-                windows.push((short.to_owned(), count));
-            }
-        }
-        let sizes = plugin.texts("window_size");
-        for (count, size) in plugin.texts("limit").iter().zip(sizes) {
-            if let Ok(count) = count.parse() {
-                windows.push((format!("{size}s"), count));
-            }
-        }
         let by = match (plugin.text("limit_by"), plugin.text("identifier")) {
             ("", "") => "consumer",
             ("", identifier) => identifier,
             (by, _) => by,
         };
-        for (unit, count) in windows {
+        for (unit, count) in plugin.windows() {
             let mut limit = Table::from_origin(&plugin.origin(), &format!("{} {count}/{unit}", plugin.name()));
             self.identity(by, credential, plugin, &mut limit);
             let is_sliding = plugin.name() == "rate-limiting-advanced" && plugin.text("window_type") != "fixed";
@@ -200,6 +236,7 @@ impl Importer<'_> {
                     let owner = if plugin.owner.is_empty() { "all" } else { plugin.owner };
                     let name = self.model.add_new_limit(&format!("{owner} {unit}"), limit);
                     self.limits.insert(key, name.clone());
+                    self.limit_plugins.insert(name.clone(), plugin.name().to_owned());
                     name
                 }
             };
@@ -457,17 +494,90 @@ impl Importer<'_> {
             "_comment",
         ];
         document.report_others(consumer, &known, "the consumer", &mut self.model);
-        for plugin in consumer.items_of("plugins") {
-            let text = format!(
-                "the plugin `{}` of a consumer: write `limit.NAME` of the consumer in the consumers file",
-                quoted(plugin.text_of("name"))
-            );
-            self.model.no_equal(&document.at(plugin), text);
+        let mut table = Table::from_origin(&document.at(consumer), "consumer");
+        table.set("keys", Vec::<toml::Value>::new());
+        for plugin in of(document, consumer, "consumer") {
+            match plugin.name() {
+                "rate-limiting" | "rate-limiting-advanced" => self.consumer_quotas(&plugin, &mut table),
+                name => {
+                    let text = format!("the plugin `{}` of a consumer", quoted(name));
+                    self.model.no_equal(&plugin.origin(), text);
+                }
+            }
         }
         if !name.is_empty() {
-            let mut table = Table::from_origin(&document.at(consumer), "consumer");
-            table.set("keys", Vec::<toml::Value>::new());
             self.model.consumers.insert(valid_name(name), table);
+        }
+    }
+
+    /// Write the quotas of a consumer that replace those of the limits by consumer.
+    fn consumer_quotas(&mut self, plugin: &Plugin<'_>, table: &mut Table) {
+        // The plugin of a consumer replaces only a plugin of the same name.
+        let quota_of = |limit: &Table| limit.text("quota").and_then(|text| text.parse::<Quota>().ok());
+        let replaced: Vec<(String, Quota)> = self
+            .model
+            .limits
+            .iter()
+            .filter(|(name, limit)| {
+                limit.text("by") == Some("api-key")
+                    && self.limit_plugins.get(*name).is_some_and(|name| name == plugin.name())
+            })
+            .filter_map(|(name, limit)| Some((name.clone(), quota_of(limit)?)))
+            .collect();
+        let has_window =
+            |one: &Quota, other: &Quota| (one.window_us, one.calendar) == (other.window_us, other.calendar);
+        let mut quotas = Vec::new();
+        for (unit, count) in plugin.windows() {
+            let text = format!("{}/{unit}", count.max(1));
+            let Ok(quota) = text.parse::<Quota>() else { continue };
+            let limits: Vec<&str> =
+                replaced.iter().filter(|(_, other)| has_window(other, &quota)).map(|(name, _)| &**name).collect();
+            match &limits[..] {
+                [] => {
+                    let text = format!(
+                        "`{text}` of the consumer `{}`: no limit by consumer has this window, so nothing limits it",
+                        quoted(plugin.owner)
+                    );
+                    self.model.no_equal(&plugin.origin(), text);
+                }
+                [_] => {}
+                limits => {
+                    let text = format!(
+                        "`{text}` of the consumer `{}`: the consumer has this quota at each of the limits {}, in \
+                         Kong at all of them together",
+                        quoted(plugin.owner),
+                        limits.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+                    );
+                    self.model.differs(&plugin.origin(), text);
+                }
+            }
+            for name in limits {
+                table.set_entry(&format!("limit.{name}"), "quota", text.as_str());
+            }
+            quotas.push(quota);
+        }
+        for (name, _) in replaced.iter().filter(|(_, quota)| !quotas.iter().any(|other| has_window(other, quota))) {
+            let text = format!(
+                "in Kong, the plugin of the consumer `{}` replaces all windows; here, `{name}` also limits the consumer",
+                quoted(plugin.owner)
+            );
+            self.model.differs(&plugin.origin(), text);
+        }
+        if !matches!(plugin.text("limit_by"), "" | "consumer" | "credential") {
+            let text =
+                format!("`limit_by: {}` of a consumer: the consumer is counted", quoted(plugin.text("limit_by")));
+            self.model.differs(&plugin.origin(), text);
+        }
+    }
+
+    /// Report the plugins that belong to a combination, or to a group of consumers.
+    pub(super) fn report_combinations(&mut self, document: &Document) {
+        for plugin in document.root.items_of("plugins") {
+            let owners = owners(plugin);
+            if owners.len() > 1 || owners == ["consumer_group"] {
+                let text = format!("the plugin `{}` of {}", quoted(plugin.text_of("name")), owners.join(" and "));
+                self.model.no_equal(&document.at(plugin), text);
+            }
         }
     }
 

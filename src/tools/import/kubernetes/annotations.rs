@@ -3,6 +3,7 @@
 use crate::config::yaml::Pair;
 use crate::identity::access::parse_network;
 use crate::tools::import::document::Document;
+use crate::tools::import::kubernetes::canary::Canary;
 use crate::tools::import::kubernetes::{Importer, name_of};
 use crate::tools::import::model::{Relation, Table, quoted};
 use crate::tools::import::paths::with_groups;
@@ -35,10 +36,14 @@ pub(super) struct Settings {
     pub(super) route: Table,
     /// Keys of the upstreams.
     pub(super) upstream: Table,
+    /// Whether requests without TLS are redirected, if the host has a certificate.
+    pub(super) redirects_to_tls: bool,
+    /// The Ingress is a canary of another one.
+    pub(super) canary: Option<Canary>,
 }
 
 /// The annotations of an Ingress by their short names.
-struct Annotations<'a> {
+pub(super) struct Annotations<'a> {
     document: &'a Document,
     pairs: Vec<&'a Pair>,
     used: Vec<&'static str>,
@@ -46,7 +51,7 @@ struct Annotations<'a> {
 
 impl<'a> Annotations<'a> {
     /// Return the value of an annotation, which then counts as imported.
-    fn take(&mut self, name: &'static str) -> Option<&'a str> {
+    pub(super) fn take(&mut self, name: &'static str) -> Option<&'a str> {
         self.used.push(name);
         self.pairs.iter().find(|pair| short(&pair.key) == name).and_then(|pair| pair.value.text()).map(str::trim)
     }
@@ -60,7 +65,7 @@ impl<'a> Annotations<'a> {
         items.map(str::trim).filter(|item| !item.is_empty()).map(str::to_owned).collect()
     }
 
-    fn number(&mut self, name: &'static str) -> Option<i64> {
+    pub(super) fn number(&mut self, name: &'static str) -> Option<i64> {
         self.take(name)?.parse().ok().filter(|number| *number > 0)
     }
 }
@@ -79,6 +84,17 @@ impl Importer {
             self.model.not_needed(&document.origin(pair.line), text);
         }
         let mut annotations = Annotations { document, pairs: own, used: Vec::new() };
+        if self.annotated && annotations.is_true("canary") {
+            let canary = Canary::read(&mut annotations);
+            settings.is_https = matches!(annotations.take("backend-protocol"), Some("HTTPS" | "GRPCS"));
+            settings.canary = Some(canary);
+            let others = annotations.pairs.iter().filter(|pair| !annotations.used.contains(&short(&pair.key)));
+            for pair in others {
+                let text = format!("`{}`: ingress-nginx uses the annotations of the main Ingress", short(&pair.key));
+                self.model.not_needed(&document.origin(pair.line), text);
+            }
+            return settings;
+        }
         if self.annotated {
             self.limits(&mut annotations, &mut settings);
             self.routing(&mut annotations, &mut settings);
@@ -169,8 +185,8 @@ impl Importer {
         if let Some(host) = annotations.take("upstream-vhost") {
             settings.route.set("upstream_host", host);
         }
-        // `ssl-redirect` is reported with `tls`.
-        annotations.take("ssl-redirect");
+        let redirects = annotations.take("ssl-redirect").or(self.settings.get("ssl-redirect").map(String::as_str));
+        settings.redirects_to_tls = redirects != Some("false");
     }
 
     fn proxying(&mut self, annotations: &mut Annotations<'_>, settings: &mut Settings) {

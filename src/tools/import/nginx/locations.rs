@@ -1,6 +1,7 @@
 //! nginx's locations: one route for each, in the order in which nginx would select them.
 
 mod actions;
+mod conditions;
 mod headers;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +15,8 @@ use crate::tools::import::nginx::{Importer, first_origin};
 use crate::tools::import::paths::{literal, whole_expression, with_groups};
 use crate::tools::import::units::size;
 
-use self::actions::Action;
+use self::actions::{Action, BreakRewrite};
+use self::conditions::Conditional;
 
 /// Maximum depth of nested locations.
 const MAX_DEPTH: usize = 8;
@@ -74,7 +76,13 @@ impl Importer<'_> {
             .filter(|directive| directive.name == "location" && directive.arg(0).starts_with('@'))
             .map(|directive| (directive.arg(0), directive))
             .collect();
+        let has_hosts = !site.hosts.is_empty();
         let whole = self.server_actions(site, level, scope);
+        if has_hosts && site.hosts.is_empty() {
+            // Each host of the server is redirected.
+            return;
+        }
+        let conditionals = self.conditionals(&[], level, scope);
         let mut places = Vec::new();
         self.collect(level, scope, None, 0, &mut places);
         let server = Directive {
@@ -98,7 +106,7 @@ impl Importer<'_> {
         for place in &places {
             for path in self.paths(place, &places) {
                 if taken.insert(format!("{} {}", path.key, path.value)) {
-                    self.route(site, place, &path, &named);
+                    self.route(site, place, &path, &named, &conditionals);
                 } else {
                     let text = format!("`{}`: a location with the same path exists", quoted(&place.directive.text()));
                     self.model.no_equal(&place.directive.origin, text);
@@ -213,7 +221,9 @@ impl Importer<'_> {
         self.model.differs(&place.directive.origin, text);
         let exact = Path { key: "path", value: path.clone(), trailing_slash: None, prefix: None };
         let rewrites = place.directive.children().iter().any(|child| {
-            child.name == "proxy_pass" && child.arg(0).split_once("://").is_some_and(|(_, rest)| rest.contains('/'))
+            child.name == "rewrite"
+                || child.name == "proxy_pass"
+                    && child.arg(0).split_once("://").is_some_and(|(_, rest)| rest.contains('/'))
         });
         let mut paths = Vec::new();
         match (has_exact, has_below, rewrites) {
@@ -244,35 +254,55 @@ impl Importer<'_> {
     }
 
     /// Add the route of a location with one of its paths.
-    fn route(&mut self, site: &Site, place: &Place<'_>, path: &Path, named: &BTreeMap<&str, &Directive>) {
+    fn route(
+        &mut self,
+        site: &Site,
+        place: &Place<'_>,
+        path: &Path,
+        named: &BTreeMap<&str, &Directive>,
+        conditionals: &[Conditional],
+    ) {
         let directive = place.directive;
-        let text = if directive.name == "server" { "server".to_owned() } else { directive.text() };
-        let mut route = Table::from_origin(&directive.origin, &text);
-        site.write(&mut route);
-        route.set(path.key, path.value.as_str());
-        if let Some(trailing_slash) = path.trailing_slash {
-            route.set("trailing_slash", trailing_slash);
-        }
-        let action = self.action(site, directive, &place.scope, named);
-        if let Action::Proxy { scope, pass } = action {
-            self.proxy(&mut route, &scope, path, &pass);
-        } else {
-            self.reply(&mut route, path, action, &place.scope, &directive.origin);
-        }
         let base = match &*place.path {
             "/" => site.name.clone(),
             path => format!("{} {path}", site.name),
         };
+        match directive.name.as_str() {
+            "server" => self.conditional_routes(site, path, &base, conditionals),
+            _ => {
+                let conditionals = self.conditionals(conditionals, directive.children(), &place.scope);
+                self.conditional_routes(site, path, &base, &conditionals);
+            }
+        }
+        let text = if directive.name == "server" { "server".to_owned() } else { directive.text() };
+        let mut route = Table::from_origin(&directive.origin, &text);
+        site.write(&mut route);
+        path.write(&mut route);
+        let action = self.action(site, directive, &place.scope, named);
+        if let Action::Proxy { scope, pass } = action {
+            let rewrite = match directive.name.as_str() {
+                "server" => None,
+                _ => self.location_rewrite(directive, place.kind, &place.path),
+            };
+            self.proxy(&mut route, &scope, path, &pass, rewrite.as_ref());
+        } else {
+            self.report_rewrites(directive);
+            self.reply(&mut route, path, action, &place.scope, &directive.origin);
+        }
         self.model.add_route(&base, route);
     }
 
     /// Write a route to an upstream.
-    fn proxy(&mut self, route: &mut Table, scope: &Scope, path: &Path, pass: &Setting) {
+    fn proxy(&mut self, route: &mut Table, scope: &Scope, path: &Path, pass: &Setting, rewrite: Option<&BreakRewrite>) {
         let Some(target) = self.upstreams.target(pass, scope, &mut self.model) else {
             return not_implemented(route);
         };
         route.set("upstream", target.upstream.as_str());
-        self.rewrite_target(route, path, &target, pass);
+        match rewrite {
+            // After `rewrite`, nginx ignores the path of `proxy_pass`.
+            Some(rewrite) => rewrite.write(route, path),
+            None => self.rewrite_target(route, path, &target, pass),
+        }
         self.request_headers(route, scope, &target);
         let max_body = scope.single("client_max_body_size").map_or("1m", |setting| setting.arg(0));
         match size(max_body) {
@@ -353,6 +383,16 @@ impl Importer<'_> {
                 pass.text()
             );
             self.model.differs(&pass.origin, text);
+        }
+    }
+}
+
+impl Path {
+    /// Write the path of a route.
+    fn write(&self, route: &mut Table) {
+        route.set(self.key, self.value.as_str());
+        if let Some(trailing_slash) = self.trailing_slash {
+            route.set("trailing_slash", trailing_slash);
         }
     }
 }

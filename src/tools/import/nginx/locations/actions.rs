@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::routing::pattern::PathPattern;
 use crate::tools::import::model::{Origin, Table, quoted};
 use crate::tools::import::nginx::Importer;
-use crate::tools::import::nginx::locations::{Path, Site, not_implemented, pass};
+use crate::tools::import::nginx::locations::{Kind, Path, Site, conditions, not_implemented, pass};
 use crate::tools::import::nginx::scope::{Scope, Setting};
 use crate::tools::import::nginx::syntax::Directive;
 use crate::tools::import::paths::{whole_expression, with_groups};
@@ -49,9 +49,6 @@ impl Importer<'_> {
         }
         if level.iter().any(|child| child.name == "internal") {
             return Action::Respond { status: 404, body: String::new() };
-        }
-        if directive.name != "server" {
-            self.report_rewrites(level);
         }
         if let Some(pass) = pass(level) {
             return Action::Proxy { scope: Box::new(scope.clone()), pass };
@@ -167,7 +164,7 @@ impl Importer<'_> {
 
     /// Add the routes of `if ($host = …)` and `rewrite` of a server, which come before its locations. Return the
     /// `return` of the server, which handles all its requests.
-    pub(super) fn server_actions(&mut self, site: &Site, level: &[Directive], scope: &Scope) -> Option<Directive> {
+    pub(super) fn server_actions(&mut self, site: &mut Site, level: &[Directive], scope: &Scope) -> Option<Directive> {
         for directive in level {
             match &*directive.name {
                 "if" => self.host_condition(site, directive, scope),
@@ -178,14 +175,11 @@ impl Importer<'_> {
         level.iter().find(|directive| directive.name == "return").cloned()
     }
 
-    /// Add the route of `if ($host = NAME) { return … }`. Report all other conditions.
-    fn host_condition(&mut self, site: &Site, directive: &Directive, scope: &Scope) {
-        let condition = directive.args.join(" ");
-        let condition = condition.trim_matches(['(', ')', ' ']);
-        let host = condition.strip_prefix("$host = ").or_else(|| condition.strip_prefix("$host =")).map(str::trim);
-        let found = directive.children().iter().find(|child| child.name == "return");
-        let (Some(host), Some(found)) = (host.filter(|host| !host.is_empty() && !host.contains('$')), found) else {
-            let text = format!("`{}`: conditions are not imported; see `match` of routes", quoted(&directive.text()));
+    /// Add the route of `if ($host = NAME) { return … }`. The other routes of the server do not have this host.
+    fn host_condition(&mut self, site: &mut Site, directive: &Directive, scope: &Scope) {
+        let Some(host) = conditions::host(directive) else { return };
+        let Some(found) = directive.children().iter().find(|child| child.name == "return") else {
+            let text = format!("`{}`: only `return` is imported", quoted(&directive.text()));
             return self.model.no_equal(&directive.origin, text);
         };
         let mut route = Table::from_origin(&directive.origin, &directive.text());
@@ -198,10 +192,11 @@ impl Importer<'_> {
         only.write(&mut route);
         let path =
             Path { key: "path", value: "/{*rest}".to_owned(), trailing_slash: None, prefix: Some("/".to_owned()) };
-        route.set(path.key, path.value.as_str());
+        path.write(&mut route);
         let action = self.return_action(&only, found);
         self.reply(&mut route, &path, action, scope, &directive.origin);
         self.model.add_route(&format!("{host} redirect"), route);
+        site.hosts.retain(|other| !only.hosts.contains(other));
     }
 
     /// Add the route of a `rewrite` of a server that redirects. Report all others.
@@ -235,14 +230,90 @@ impl Importer<'_> {
         self.model.add_route(&format!("{} rewrite", site.name), route);
     }
 
-    /// Report `rewrite` and `if` in a location.
-    fn report_rewrites(&mut self, level: &[Directive]) {
-        for directive in level.iter().filter(|directive| matches!(&*directive.name, "rewrite" | "if")) {
-            let advice = if directive.name == "if" { "see `match` of routes" } else { "see `rewrite` of routes" };
-            let text = format!("`{}`: {advice}", quoted(&directive.text()));
+    /// Return the rewrite of `rewrite … break` in a location whose path is a prefix, or the same expression. Report all
+    /// other `rewrite` directives.
+    pub(super) fn location_rewrite(&mut self, place: &Directive, kind: Kind, path: &str) -> Option<BreakRewrite> {
+        let mut rewrites = place.children().iter().filter(|child| child.name == "rewrite");
+        let first = rewrites.next()?;
+        let found = break_rewrite(first, kind, path).filter(|_| rewrites.next().is_none());
+        if found.is_none() {
+            self.report_rewrites(place);
+        }
+        found
+    }
+
+    /// Report the `rewrite` directives of a location.
+    pub(super) fn report_rewrites(&mut self, place: &Directive) {
+        let rewrites = place.children().iter().filter(|child| child.name == "rewrite" && place.name != "server");
+        for directive in rewrites {
+            let text = format!("`{}`: see `rewrite` of routes", quoted(&directive.text()));
             self.model.no_equal(&directive.origin, text);
         }
     }
+}
+
+/// What `rewrite … break` of a location does.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum BreakRewrite {
+    /// Replace the part of the path before the rest: `BASE/{rest}`. `of_bare` is the target of the path without a rest
+    /// and without a slash, if the expression matches it.
+    Prefix { base: String, of_bare: Option<String> },
+    /// Replace the whole path. The text contains groups of the expression of the location.
+    Whole(String),
+}
+
+impl BreakRewrite {
+    /// Write the rewrite of a route with this path.
+    pub(super) fn write(&self, route: &mut Table, path: &Path) {
+        match (self, &path.prefix) {
+            (BreakRewrite::Whole(target), _) => route.set("rewrite", with_groups(target, true)),
+            (BreakRewrite::Prefix { base, .. }, Some(prefix)) => {
+                let bare = prefix.trim_end_matches('/');
+                match base.is_empty() && path.key == "path" {
+                    true if bare.is_empty() => {}
+                    true => route.set("strip_prefix", bare),
+                    false => route.set("rewrite", format!("{base}/{{rest}}")),
+                }
+            }
+            (BreakRewrite::Prefix { of_bare, .. }, None) => {
+                of_bare.iter().for_each(|target| route.set("rewrite", target.as_str()));
+            }
+        }
+    }
+}
+
+/// Return the rewrite of a location.
+fn break_rewrite(directive: &Directive, kind: Kind, path: &str) -> Option<BreakRewrite> {
+    let (expression, replacement) = (directive.arg(0), directive.arg(1));
+    if directive.arg(2) != "break" || replacement.contains(['?', '{', '}']) || !replacement.starts_with(['/', '$']) {
+        return None;
+    }
+    if matches!(kind, Kind::Regex) {
+        let is_same = expression == path && !with_groups(replacement, true).contains('$');
+        return (is_same && replacement.starts_with('/')).then(|| BreakRewrite::Whole(replacement.to_owned()));
+    }
+    if !matches!(kind, Kind::Prefix | Kind::Stop) {
+        return None;
+    }
+    let prefix = path.trim_end_matches('/');
+    let expression = expression.strip_prefix('^')?;
+    let escaped = regex::escape(prefix);
+    let rest = expression.strip_prefix(&*escaped).or_else(|| expression.strip_prefix(prefix))?;
+    // The group that contains the rest of the path, whether it begins with the slash, and whether the rest may be absent.
+    let (group, has_slash, is_optional) = match rest.strip_suffix('$').unwrap_or(rest) {
+        "/(.*)" => ("$1", false, false),
+        "/?(.*)" => ("$1", false, true),
+        "(/.*)" => ("$1", true, false),
+        "(.*)" => ("$1", true, true),
+        "(/|$)(.*)" => ("$2", false, true),
+        _ => return None,
+    };
+    let base = replacement.strip_suffix(group)?;
+    let base = if has_slash { base } else { base.strip_suffix('/')? };
+    let is_literal = !base.contains('$') && !base.ends_with('/') && (base.is_empty() || base.starts_with('/'));
+    let slash = if has_slash { "" } else { "/" };
+    let of_bare = is_optional.then(|| format!("{base}{slash}")).filter(|target| !target.is_empty());
+    is_literal.then(|| BreakRewrite::Prefix { base: base.to_owned(), of_bare })
 }
 
 /// Return the target of a redirect. `None`: it contains variables whose value is not known.
