@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use http::Request;
 use rustix::time::{ClockId, clock_gettime};
-use sluicegate::payload::json::body::{MAX_ELEMENTS, MAX_MEMBERS};
+use sluicegate::payload::json::body::{MAX_CONTAINERS, MAX_ELEMENTS, MAX_MEMBERS};
 
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
@@ -538,8 +538,21 @@ fn body_with_too_many_values_is_413() {
     let gateway = Gateway::start(&format!("{limits}{}{}", route("j"), route("t")));
     let members = |count: usize| format!("{{\"model\":\"m\"{}}}", ",\"a\":0".repeat(count - 1));
     let elements = |count: usize| format!("{{\"model\":\"m\",\"prompt\":[0{}]}}", ",0".repeat(count - 1));
+    let containers = |count: usize, one: &str| {
+        format!("{{\"model\":\"m\",\"messages\":[{one}{}]}}", format!(",{one}").repeat(count - 3))
+    };
+    let nested = |arrays: usize| {
+        let whole = format!("{}0{}", "[".repeat(100), "]".repeat(100));
+        format!("{{\"model\":\"m\",\"a\":[{}]}}", vec![whole; arrays / 100].join(","))
+    };
     for path in ["/j", "/t"] {
         for (body, status) in [
+            (containers(MAX_CONTAINERS, "{}"), 200),
+            (containers(MAX_CONTAINERS + 1, "{}"), 413),
+            (containers(MAX_CONTAINERS, "[]"), 200),
+            (containers(MAX_CONTAINERS + 1, "[]"), 413),
+            (nested(MAX_CONTAINERS - 100), 200),
+            (nested(MAX_CONTAINERS), 413),
             (members(MAX_MEMBERS), 200),
             (members(MAX_MEMBERS + 1), 413),
             (elements(MAX_ELEMENTS), 200),

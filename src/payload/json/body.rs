@@ -27,16 +27,19 @@ pub const MAX_MEMBERS: usize = 100_000;
 /// prompt as an array of numbers.
 pub const MAX_ELEMENTS: usize = 1_000_000;
 
+/// Maximum number of objects and arrays in a body. An empty one takes more time than other values of its length.
+pub const MAX_CONTAINERS: usize = 200_000;
+
 /// The reason why a body cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum JsonError {
     /// The body is not JSON, or is nested too deeply. The field is the reason.
     #[error("the request body is not JSON: {0}")]
     Syntax(String),
-    /// The body has more than [`MAX_MEMBERS`] members or more than [`MAX_ELEMENTS`] elements.
+    /// The body has more than [`MAX_MEMBERS`] members, [`MAX_ELEMENTS`] elements or [`MAX_CONTAINERS`] containers.
     #[error(
-        "the request body has more than {MAX_MEMBERS} object members or {MAX_ELEMENTS} array elements, which is the \
-         maximum that the gateway reads"
+        "the request body has more than {MAX_MEMBERS} object members, {MAX_ELEMENTS} array elements or {MAX_CONTAINERS} \
+         objects and arrays, which is the maximum that the gateway reads"
     )]
     TooManyValues,
 }
@@ -141,6 +144,7 @@ pub struct Collector {
     messages: Option<MessageReader>,
     members: usize,
     elements: usize,
+    containers: usize,
     /// Buffer for the comparison of names.
     folded: Vec<u8>,
 }
@@ -227,12 +231,21 @@ impl Collector {
         if self.elements > MAX_ELEMENTS { Err(E::custom(JsonError::TooManyValues)) } else { Ok(()) }
     }
 
+    /// Count an object or an array.
+    ///
+    /// # Errors
+    /// The body has more than [`MAX_CONTAINERS`] objects and arrays.
+    pub fn count_container<E: Error>(&mut self) -> Result<(), E> {
+        self.containers += 1;
+        if self.containers > MAX_CONTAINERS { Err(E::custom(JsonError::TooManyValues)) } else { Ok(()) }
+    }
+
     /// Return the result of reading a body, with [`JsonError::TooManyValues`] if a count has exceeded its maximum.
     ///
     /// # Errors
     /// The error of `result`.
     pub fn check<T>(&self, result: Result<T, JsonError>) -> Result<T, JsonError> {
-        match self.members > MAX_MEMBERS || self.elements > MAX_ELEMENTS {
+        match self.members > MAX_MEMBERS || self.elements > MAX_ELEMENTS || self.containers > MAX_CONTAINERS {
             true => Err(JsonError::TooManyValues),
             false => result,
         }
@@ -409,6 +422,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         if position.is_irrelevant() {
             return Skip(collector).visit_seq(seq).map(drop);
         }
+        collector.count_container()?;
         collector.value(position, || JsonValue::Compound);
         let mut elements = collector.elements(position);
         while let Some(position) = collector.element(&mut elements) {
@@ -429,6 +443,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         if object.is_irrelevant() {
             return Skip(collector).visit_map(map).map(drop);
         }
+        collector.count_container()?;
         collector.value(object, || JsonValue::Compound);
         let mut seen = SeenMembers::default();
         while let Some(position) = map.next_key_seed(KeySeed { collector, object, seen: &mut seen })? {
@@ -517,6 +532,7 @@ impl<'de> Visitor<'de> for Skip<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Skipped, A::Error> {
+        self.0.count_container()?;
         while seq.next_element_seed(Skip(self.0))?.is_some() {
             self.0.count_element()?;
         }
@@ -524,6 +540,7 @@ impl<'de> Visitor<'de> for Skip<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Skipped, A::Error> {
+        self.0.count_container()?;
         while map.next_key_seed(Skip(self.0))?.is_some() {
             self.0.count_member()?;
             map.next_value_seed(Skip(self.0))?;

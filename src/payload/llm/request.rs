@@ -862,23 +862,28 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
         let ValueSeed { reader, place, position: array, .. } = self;
         let is_list = matches!(place, Place::Images | Place::Content | Place::Models | Place::Batch);
         let place = if is_list { place } else { Place::Elsewhere };
-        let mut prompts = 0;
-        if place == Place::Elsewhere && array.is_irrelevant() {
-            while let Some(skipped) = seq.next_element_seed(Skip(&mut reader.collector))? {
-                reader.collector.count_element()?;
-                prompts += u64::from(skipped == Skipped::TextOrArray);
-            }
-            return Ok(Found::Array(prompts));
-        }
+        reader.collector.count_container()?;
         reader.collector.value(array, || JsonValue::Compound);
         let mut elements = reader.collector.elements(array);
+        let mut prompts = 0;
         loop {
-            let position =
-                reader.collector.element(&mut elements).unwrap_or_else(|| Collector::irrelevant_element(array));
+            let position = match reader.collector.element(&mut elements) {
+                Some(position) => position,
+                None if place == Place::Elsewhere => break,
+                None => Collector::irrelevant_element(array),
+            };
             let element = ValueSeed { reader, place, position, text: TextUse::Discarded };
-            let Some(found) = seq.next_element_seed(element)? else { break };
+            let Some(found) = seq.next_element_seed(element)? else {
+                reader.collector.array_end(array);
+                return Ok(Found::Array(prompts));
+            };
             reader.collector.count_element()?;
             prompts += u64::from(matches!(found, Found::Text(_) | Found::Array(_)));
+        }
+        // Neither the cost nor a pointer depends on the other elements.
+        while let Some(skipped) = seq.next_element_seed(Skip(&mut reader.collector))? {
+            reader.collector.count_element()?;
+            prompts += u64::from(skipped == Skipped::TextOrArray);
         }
         reader.collector.array_end(array);
         Ok(Found::Array(prompts))
@@ -890,6 +895,7 @@ impl<'de> Visitor<'de> for ValueSeed<'_> {
             Skip(&mut reader.collector).visit_map(map)?;
             return Ok(Found::Object);
         }
+        reader.collector.count_container()?;
         reader.collector.value(object, || JsonValue::Compound);
         let mut seen = SeenMembers::default();
         let mut base64 = Base64Data::default();
