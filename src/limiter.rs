@@ -32,6 +32,7 @@ use std::sync::Arc;
 use std::sync::atomic::{self, AtomicU64};
 use std::time::{Duration, Instant};
 
+use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
@@ -50,7 +51,7 @@ use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
 use crate::limiter::redis::{RedisDeployment, RedisSettings};
 use crate::limiter::settlement::{
-    ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, SettlementQueue, StoreHandle,
+    ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, StoreHandle,
 };
 use crate::limiter::singleflight::{CheckGroup, Singleflight};
 use crate::limiter::spec::{OnStoreError, QueuePolicy};
@@ -63,7 +64,6 @@ use crate::limiter::wait_queue::WaitQueues;
 #[derive(Debug)]
 pub struct Limiter {
     store_handle: Arc<StoreHandle>,
-    settlements: Arc<SettlementQueue>,
     singleflight: Option<Arc<Singleflight>>,
     wait_queues: Arc<WaitQueues>,
     /// The quota overrides that administrators set for single identities.
@@ -124,9 +124,8 @@ impl Limiter {
             Store::Redis { store, .. } => Some(Arc::new(Singleflight::new(store.timeout(), prefetch_pool))),
         };
         let store_handle = Arc::new(StoreHandle { store, denials, events, tasks: TaskTracker::new() });
-        let settlements = Arc::new(SettlementQueue::new(store_handle.clone()));
         let next_permit_id = AtomicU64::new(first_permit_id);
-        Limiter { store_handle, settlements, singleflight, wait_queues, overrides, next_permit_id }
+        Limiter { store_handle, singleflight, wait_queues, overrides, next_permit_id }
     }
 
     /// Perform all checks of a request together: charge all limits of the request or none. `checks` must be in
@@ -144,7 +143,11 @@ impl Limiter {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
             // Box this future, because requests without a queue policy do not need its memory.
             Some((queued_check, queue_policy)) => Box::pin(self.check_queued(checks, queued_check, queue_policy)).await,
-            None => self.check_now(checks, monotonic).await,
+            None => match self.check_now(checks, monotonic).await {
+                // Box the future, because only requests without a permit need its memory.
+                Ok(denied) if has_no_permit(&denied) => Ok(Box::pin(after_others(denied)).await),
+                decided => decided,
+            },
         }
     }
 
@@ -171,7 +174,7 @@ impl Limiter {
         match self.store_handle.call(DecidedBy::Store, self.started_for(deadline), operation, &charges).await {
             Ok(verdict) => verdict.outcomes,
             Err(error) => {
-                self.settlements.deliver_after(&error, operation, charges);
+                self.store_handle.deliver_after(&error, operation, charges);
                 Vec::new()
             }
         }
@@ -198,7 +201,7 @@ impl Limiter {
         let charges: Vec<_> = checks.iter().map(|check| check.owned_charge()).collect();
         let started_at = self.started_for(deadline);
         if let Err(error) = self.store_handle.call(decided_by, started_at, Operation::Charge, &charges).await {
-            self.settlements.deliver_after(&error, Operation::Charge, charges);
+            self.store_handle.deliver_after(&error, Operation::Charge, charges);
         }
     }
 
@@ -208,7 +211,7 @@ impl Limiter {
         let charges = checks.iter().map(|check| check.owned_charge()).collect();
         // What a late check charges is refunded, as the charge of a request that was rejected.
         let error = if error.is_overload() { &StoreError::Overloaded } else { error };
-        self.settlements.deliver_after(error, Operation::Charge, charges);
+        self.store_handle.deliver_after(error, Operation::Charge, charges);
     }
 
     /// Return the start of a call to the store that times out at `deadline`, but not after the usual timeout.
@@ -284,7 +287,6 @@ impl Limiter {
         let mut permits = None;
         let mut first_permit_id = 0;
         if checks.iter().any(LimitCheck::is_concurrency) {
-            self.settlements.begin_queued().await;
             first_permit_id = self.allocate_permit_ids(checks);
             // Within `PERMIT_RECOVERY_TIME` after an outage, the store may not know all permits of other gateways. The
             // local share and the store must then both grant the permits.
@@ -491,7 +493,7 @@ impl Limiter {
             permit_id: check.permit_id(first_permit_id),
             ..check.owned_charge()
         });
-        ConcurrencyPermits::requested(self.settlements.clone(), decided_by, permits.collect())
+        ConcurrencyPermits::requested(self.store_handle.clone(), decided_by, permits.collect())
     }
 
     /// Attach the deferred charges of an admitted request to its decision. `charged_at` is set only for prefetched
@@ -536,7 +538,7 @@ impl Limiter {
                 charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
                 charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge() },
             });
-        DeferredCharges::new(self.settlements.clone(), charges.collect())
+        DeferredCharges::new(self.store_handle.clone(), charges.collect())
     }
 }
 
@@ -544,6 +546,11 @@ impl Limiter {
 pub fn random_permit_id() -> u64 {
     Uuid::new_v4().as_u64_pair().0
 }
+
+/// How often a request that a concurrency limit denies lets the other tasks of its thread run, before it gets its
+/// response. The requests with permits then proceed: each of them needs about two turns, to write to the upstream and to
+/// read from it. Otherwise, thousands of denied clients that send again at once would take up each turn.
+const YIELDS_WITHOUT_PERMIT: usize = 2;
 
 /// Time after an outage during which the store may not know all concurrency permits of other gateways. The other
 /// gateways register their permits when a probe shows that the store is available: after at most one probe delay (1.1
@@ -590,6 +597,19 @@ fn queue_denial<'a>(
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
     // The denial counts as a decision of the store, not of the local share, because there is no outage.
     Decision::new(verdict, DecidedBy::Store, checks.iter())
+}
+
+/// Return whether a concurrency limit denies the request.
+fn has_no_permit(decision: &Decision<'_>) -> bool {
+    decision.violated().any(|result| result.limit.default_variant.rule.is_concurrency())
+}
+
+/// Return the decision after the other tasks of the thread have run (see [`YIELDS_WITHOUT_PERMIT`]).
+async fn after_others(decision: Decision<'_>) -> Decision<'_> {
+    for _ in 0..YIELDS_WITHOUT_PERMIT {
+        yield_now().await;
+    }
+    decision
 }
 
 /// Return the group for coalescing, if all checks of the request can be coalesced. Requests with the same limits,
@@ -643,6 +663,34 @@ mod tests {
         let larger = rule(10);
         let peek = Charge { rule: &larger, ..check.charge(DecidedBy::Store, 0) };
         assert_eq!(memory.decide(Operation::Peek, &[peek]).outcomes[0].remaining, 9, "one permit was granted");
+    }
+
+    #[tokio::test]
+    async fn request_without_a_permit_lets_others_run_before_it_is_denied() {
+        let hasher = IdentityHasher::new("");
+        let rule = Rule::Concurrency(Concurrency { limit: 1, ttl: 60_000_000 });
+        let quota = Quota::parse_concurrency("1").unwrap();
+        let limit = LimitSpec::new(&hasher, "flight", quota, rule, LocalShare::default());
+        let check = [LimitCheck::new(&limit, hasher.hash(b"client"))];
+        let limiter = Limiter::in_memory(10);
+        let admitted = limiter.check(&check).await.unwrap();
+        let turns_of_other = async || {
+            let turns = Arc::new(AtomicU64::new(0));
+            let counted = turns.clone();
+            let other = tokio::spawn(async move {
+                loop {
+                    counted.fetch_add(1, atomic::Ordering::Relaxed);
+                    yield_now().await;
+                }
+            });
+            let decision = limiter.check(&check).await.unwrap();
+            other.abort();
+            (decision.admitted, turns.load(atomic::Ordering::Relaxed))
+        };
+        let (is_admitted, turns) = turns_of_other().await;
+        assert!(!is_admitted && turns >= YIELDS_WITHOUT_PERMIT as u64, "{turns} turns");
+        drop(admitted);
+        assert_eq!(turns_of_other().await, (true, 0), "an admitted request does not wait");
     }
 
     #[test]

@@ -4,15 +4,14 @@
 use std::cmp::Ordering as CmpOrdering;
 use std::mem;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use futures_util::poll;
 use tokio::runtime::Handle;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::task::{AbortHandle, yield_now};
+use tokio::task::AbortHandle;
 use tokio::time::sleep;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
@@ -117,20 +116,6 @@ pub struct StoreHandle {
     pub tasks: TaskTracker,
 }
 
-/// The queue of store calls that remain to be made when requests end. One task takes the calls from the queue and
-/// begins them in order. A call that is not done at once gets a task, so that it does not delay the other calls.
-///
-/// The queue is unbounded. An unbounded queue is safe here, because each entry replaces the permits or charges of a
-/// request that has ended.
-#[derive(Debug)]
-pub struct SettlementQueue {
-    store_handle: Arc<StoreHandle>,
-    /// Sender of the queue. `None` until the first entry is queued.
-    sender: OnceLock<UnboundedSender<QueuedSettlement>>,
-    /// Number of calls that have not begun.
-    queued: Arc<AtomicUsize>,
-}
-
 /// A call that no request waits for.
 #[derive(Debug)]
 enum Settlement {
@@ -145,73 +130,10 @@ enum Settlement {
     Deliver { decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge> },
 }
 
-/// An entry of the queue. [`TaskTracker::wait`] waits until the entry is dropped.
-#[derive(Debug)]
-struct QueuedSettlement {
-    settlement: Settlement,
-    tracked: TaskTrackerToken,
-}
-
-impl SettlementQueue {
-    /// Create an empty queue.
-    pub fn new(store_handle: Arc<StoreHandle>) -> Self {
-        SettlementQueue { store_handle, sender: OnceLock::new(), queued: Arc::default() }
-    }
-
-    /// Queue a call. Outside of a tokio runtime, drop the call, because the process is ending. Permits then expire by
-    /// their TTL.
-    fn push(&self, settlement: Settlement) {
-        let Ok(runtime) = Handle::try_current() else { return };
-        let sender = self.sender.get_or_init(|| {
-            let (sender, receiver) = unbounded_channel();
-            runtime.spawn(make_queued_calls(self.store_handle.clone(), receiver, self.queued.clone()));
-            sender
-        });
-        self.queued.fetch_add(1, Ordering::Relaxed);
-        // Ignore the error of `send`, which means that the runtime of the limiter has ended.
-        let _ = sender.send(QueuedSettlement { settlement, tracked: self.store_handle.tasks.token() });
-    }
-
-    /// Make a call again that failed with this error, if the store has certainly not executed it. Otherwise count its
-    /// cost as lost.
-    pub fn deliver_after(&self, error: &StoreError, operation: Operation, charges: Vec<OwnedCharge>) {
-        if error.is_not_executed() {
-            self.push(Settlement::Deliver { decided_by: DecidedBy::Store, operation, charges });
-        } else {
-            self.store_handle.give_up(DecidedBy::Store, operation, &charges, error);
-        }
-    }
-
-    /// Let the queued calls begin before the caller continues. On one thread, they then precede the calls of the caller:
-    /// a request on the connection of an earlier one is checked after the release of the permit of the earlier one.
-    pub async fn begin_queued(&self) {
-        if self.queued.load(Ordering::Relaxed) > 0 {
-            yield_now().await;
-        }
-    }
-}
-
-/// Make the queued calls until the queue is dropped and empty.
-async fn make_queued_calls(
-    store_handle: Arc<StoreHandle>,
-    mut queue: UnboundedReceiver<QueuedSettlement>,
-    queued_count: Arc<AtomicUsize>,
-) {
-    while let Some(queued) = queue.recv().await {
-        let mut call = boxed(|| queued.settle(store_handle.clone()));
-        // The first poll adds the call to the queue of the store's client. A task would do so only after the tasks that
-        // are ready now, which may be checks of the same identity.
-        let polled = poll!(call.as_mut());
-        queued_count.fetch_sub(1, Ordering::Relaxed);
-        if polled.is_pending() {
-            tokio::spawn(call);
-        }
-    }
-}
-
-impl QueuedSettlement {
-    async fn settle(self, store_handle: Arc<StoreHandle>) {
-        match self.settlement {
+impl Settlement {
+    /// Make the call. [`TaskTracker::wait`] waits until `_tracked` is dropped.
+    async fn make(self, store_handle: Arc<StoreHandle>, _tracked: TaskTrackerToken) {
+        match self {
             Settlement::Release { permits, is_certain, max_ttl } => {
                 store_handle.release(&permits, is_certain, max_ttl).await;
             }
@@ -220,11 +142,34 @@ impl QueuedSettlement {
                 store_handle.post_usage();
             }
         }
-        drop(self.tracked);
     }
 }
 
 impl StoreHandle {
+    /// Begin a call that no request waits for. Outside of a tokio runtime, drop the call, because the process is ending.
+    /// Permits then expire by their TTL. The number of calls has no bound, because each of them replaces the permits or
+    /// charges of a request that has ended.
+    fn settle(self: &Arc<Self>, settlement: Settlement) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        let mut call = boxed(|| settlement.make(self.clone(), self.tasks.token()));
+        // The first poll makes the call in the memory store, or adds it to the queue of the store's client. A task would
+        // do so only after the tasks that are ready now, which may be thousands of checks of the same identity: they
+        // would be denied, although the permit is free.
+        if call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            runtime.spawn(call);
+        }
+    }
+
+    /// Make a call again that failed with this error, if the store has certainly not executed it. Otherwise count its
+    /// cost as lost.
+    pub fn deliver_after(self: &Arc<Self>, error: &StoreError, operation: Operation, charges: Vec<OwnedCharge>) {
+        if error.is_not_executed() {
+            self.settle(Settlement::Deliver { decided_by: DecidedBy::Store, operation, charges });
+        } else {
+            self.give_up(DecidedBy::Store, operation, &charges, error);
+        }
+    }
+
     /// Spawn a background task. Return `None` outside of a tokio runtime.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
         // Do nothing outside of a runtime, because the process is ending. Permits then expire by their TTL.
@@ -448,7 +393,7 @@ impl OwnedCharge {
 /// this gateway must count all of its requests in flight.
 #[derive(Debug)]
 pub struct ConcurrencyPermits {
-    settlements: Arc<SettlementQueue>,
+    store_handle: Arc<StoreHandle>,
     decided_by: DecidedBy,
     permits: Arc<[OwnedCharge]>,
     renewal: Option<AbortHandle>,
@@ -471,14 +416,14 @@ struct PermitStoreState {
 
 impl ConcurrencyPermits {
     /// Create the permits of a check that is about to be sent.
-    pub fn requested(settlements: Arc<SettlementQueue>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
+    pub fn requested(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
         let is_store_asked = decided_by == DecidedBy::Store;
         let store_state = PermitStoreState {
             may_be_counted: AtomicBool::new(is_store_asked),
             call_in_flight: AtomicBool::new(is_store_asked),
         };
         ConcurrencyPermits {
-            settlements,
+            store_handle,
             decided_by,
             permits: permits.into(),
             renewal: None,
@@ -513,7 +458,7 @@ impl ConcurrencyPermits {
 
     fn release_local_share(&mut self) {
         if mem::take(&mut self.is_counted_here) {
-            self.settlements.store_handle.count_in_local_share(RELEASE_PERMIT, &self.permits);
+            self.store_handle.count_in_local_share(RELEASE_PERMIT, &self.permits);
         }
     }
 
@@ -537,13 +482,13 @@ impl ConcurrencyPermits {
         if self.decided_by == DecidedBy::Store {
             self.store_state.call_in_flight.store(false, Ordering::Relaxed);
             if !mem::replace(&mut self.is_counted_here, true) {
-                self.settlements.store_handle.count_in_local_share(Operation::Charge, &self.permits);
+                self.store_handle.count_in_local_share(Operation::Charge, &self.permits);
             }
         }
-        let store_handle = self.settlements.store_handle.clone();
+        let store_handle = self.store_handle.clone();
         let permits = self.permits.clone();
         let store_state = self.store_state.clone();
-        self.renewal = self.settlements.store_handle.spawn(async move {
+        self.renewal = self.store_handle.spawn(async move {
             let mut renew_delay = min_ttl / 3;
             loop {
                 store_handle.store.recovery_within(renew_delay).await;
@@ -586,7 +531,7 @@ impl Drop for ConcurrencyPermits {
         if !call_in_flight && !self.store_state.may_be_counted.load(Ordering::Relaxed) {
             return;
         }
-        self.settlements.push(Settlement::Release {
+        self.store_handle.settle(Settlement::Release {
             permits: self.permits.clone(),
             is_certain: !call_in_flight,
             max_ttl: self.max_ttl(),
@@ -609,7 +554,7 @@ struct SettlementCall {
 /// The charges and refunds of a request that are deferred until its response is known.
 #[derive(Debug)]
 pub struct DeferredCharges {
-    settlements: Arc<SettlementQueue>,
+    store_handle: Arc<StoreHandle>,
     charges: Vec<DeferredCharge>,
 }
 
@@ -628,8 +573,8 @@ pub struct DeferredCharge {
 
 impl DeferredCharges {
     /// Create the deferred charges of an admitted request.
-    pub fn new(settlements: Arc<SettlementQueue>, charges: Vec<DeferredCharge>) -> Self {
-        DeferredCharges { settlements, charges }
+    pub fn new(store_handle: Arc<StoreHandle>, charges: Vec<DeferredCharge>) -> Self {
+        DeferredCharges { store_handle, charges }
     }
 
     /// Add the deferred charges of another check of the same request.
@@ -645,7 +590,7 @@ impl DeferredCharges {
         let (reservations, others): (Vec<_>, Vec<_>) =
             mem::take(&mut self.charges).into_iter().partition(is_reservation);
         self.charges = others;
-        (!reservations.is_empty()).then(|| DeferredCharges::new(self.settlements.clone(), reservations))
+        (!reservations.is_empty()).then(|| DeferredCharges::new(self.store_handle.clone(), reservations))
     }
 
     /// Return the limit index of each charge whose cost is not final.
@@ -662,7 +607,7 @@ impl DeferredCharges {
     /// Add the cost that `cost_of` returns for each limit index to the usage totals of a model, on the day of the
     /// charge.
     pub fn count_model(&self, model: &str, cost_of: impl Fn(usize) -> Option<u64>) {
-        let store_handle = &self.settlements.store_handle;
+        let store_handle = &self.store_handle;
         let (Store::Memory(memory) | Store::Redis { fallback: memory, .. }) = &store_handle.store;
         for DeferredCharge { charged_at, charge, .. } in &self.charges {
             if let (Some(days), Some(cost)) = (&charge.usage, cost_of(charge.limit_index).filter(|cost| *cost > 0)) {
@@ -677,7 +622,7 @@ impl DeferredCharges {
     /// Add numbers of tokens, by kind, to the usage totals of the limits that `is_counted` selects by limit index, on
     /// the day of the charge.
     pub fn count_kinds(&self, tokens: &[(&str, u64)], is_counted: impl Fn(usize) -> bool) {
-        let store_handle = &self.settlements.store_handle;
+        let store_handle = &self.store_handle;
         let (Store::Memory(memory) | Store::Redis { fallback: memory, .. }) = &store_handle.store;
         let counted = self.charges.iter().filter(|owed| is_counted(owed.charge.limit_index));
         for DeferredCharge { charged_at, charge, .. } in counted {
@@ -694,7 +639,7 @@ impl DeferredCharges {
     /// Perform the action that `action_for` returns for each limit index, in the background.
     pub fn settle_in_background(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) {
         for SettlementCall { decided_by, operation, charges } in self.calls(action_for) {
-            self.settlements.push(Settlement::Deliver { decided_by, operation, charges });
+            self.store_handle.settle(Settlement::Deliver { decided_by, operation, charges });
         }
     }
 
@@ -730,28 +675,28 @@ impl DeferredCharges {
         if calls.is_empty() {
             return None;
         }
-        let settlements = self.settlements.clone();
+        let store_handle = self.store_handle.clone();
         // Settle in a separate task, so that the charge is made even if the client disconnects now.
-        let task = self.settlements.store_handle.tasks.spawn(async move {
+        let task = self.store_handle.tasks.spawn(async move {
             let mut outcomes = Vec::new();
             let mut failure = None;
             for SettlementCall { decided_by, operation, charges: pending } in calls {
-                match settlements.store_handle.call(decided_by, monotonic(), operation, &pending).await {
+                match store_handle.call(decided_by, monotonic(), operation, &pending).await {
                     Ok(verdict) => {
                         outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
                     }
                     Err(error) => {
                         if error.is_not_executed() {
                             // Retry in the background, so that the response does not wait.
-                            settlements.push(Settlement::Deliver { decided_by, operation, charges: pending });
+                            store_handle.settle(Settlement::Deliver { decided_by, operation, charges: pending });
                         } else {
-                            settlements.store_handle.give_up(decided_by, operation, &pending, &error);
+                            store_handle.give_up(decided_by, operation, &pending, &error);
                         }
                         failure = Some(error);
                     }
                 }
             }
-            settlements.store_handle.post_usage();
+            store_handle.post_usage();
             failure.map_or(Ok(outcomes), Err)
         });
         Some(Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) }))
@@ -773,7 +718,7 @@ impl Drop for DeferredCharges {
         }
         for (decided_by, charges) in [(DecidedBy::Store, by_store), (DecidedBy::Local, locally)] {
             if !charges.is_empty() {
-                self.settlements.push(Settlement::Deliver { decided_by, operation: Operation::Charge, charges });
+                self.store_handle.settle(Settlement::Deliver { decided_by, operation: Operation::Charge, charges });
             }
         }
     }
@@ -796,8 +741,8 @@ mod tests {
 
     const LIMIT: u64 = 3;
 
-    /// Return the queue of a limiter in memory, and a permit of a concurrency limit.
-    fn limited() -> (Arc<SettlementQueue>, OwnedCharge) {
+    /// Return the memory store, and a permit of a concurrency limit.
+    fn limited() -> (Arc<StoreHandle>, OwnedCharge) {
         let rule = Rule::Concurrency(Concurrency { limit: LIMIT, ttl: 60_000_000 });
         let variant = LimitVariant {
             id: 1,
@@ -819,48 +764,45 @@ mod tests {
         };
         let store = Store::Memory(Arc::new(MemoryStore::new(100, Clock::Store)));
         let store_handle = StoreHandle { store, denials: None, events: Arc::default(), tasks: TaskTracker::new() };
-        (Arc::new(SettlementQueue::new(Arc::new(store_handle))), permit)
+        (Arc::new(store_handle), permit)
     }
 
-    async fn acquire(queue: &Arc<SettlementQueue>, permit: &OwnedCharge, permit_id: u64) -> ConcurrencyPermits {
+    async fn acquire(store_handle: &Arc<StoreHandle>, permit: &OwnedCharge, permit_id: u64) -> ConcurrencyPermits {
         let permits = vec![OwnedCharge { permit_id, ..permit.clone() }];
-        let call = queue.store_handle.call(DecidedBy::Store, monotonic(), Operation::Check, &permits);
+        let call = store_handle.call(DecidedBy::Store, monotonic(), Operation::Check, &permits);
         assert_eq!(call.await.unwrap().granted, 1);
-        ConcurrencyPermits::requested(queue.clone(), DecidedBy::Store, permits).hold(|_| true)
+        ConcurrencyPermits::requested(store_handle.clone(), DecidedBy::Store, permits).hold(|_| true)
     }
 
-    async fn remaining(queue: &SettlementQueue, permit: &OwnedCharge) -> u64 {
+    async fn remaining(store_handle: &StoreHandle, permit: &OwnedCharge) -> u64 {
         let permits = [OwnedCharge { permit_id: u64::MAX, ..permit.clone() }];
-        let call = queue.store_handle.call(DecidedBy::Store, monotonic(), Operation::Peek, &permits);
+        let call = store_handle.call(DecidedBy::Store, monotonic(), Operation::Peek, &permits);
         call.await.unwrap().outcomes[0].remaining
     }
 
     #[tokio::test]
-    async fn closed_tracker_waits_for_all_queued_releases() {
-        let (queue, permit) = limited();
+    async fn dropped_permits_are_free_at_once() {
+        let (store_handle, permit) = limited();
         let mut held = Vec::new();
         for permit_id in 0..LIMIT {
-            held.push(acquire(&queue, &permit, permit_id).await);
+            held.push(acquire(&store_handle, &permit, permit_id).await);
         }
-        assert_eq!(remaining(&queue, &permit).await, 0);
+        assert_eq!(remaining(&store_handle, &permit).await, 0);
         drop(held);
-        queue.store_handle.tasks.close();
-        assert_eq!(remaining(&queue, &permit).await, 0, "the releases are still queued");
-        queue.store_handle.tasks.wait().await;
-        assert_eq!(remaining(&queue, &permit).await, LIMIT);
+        assert_eq!(remaining(&store_handle, &permit).await, LIMIT, "before other tasks run");
     }
 
-    #[tokio::test]
-    async fn last_release_is_made_after_the_queue_was_dropped() {
-        let (queue, permit) = limited();
-        let store_handle = queue.store_handle.clone();
-        let permits = acquire(&queue, &permit, 1).await;
-        drop(queue);
-        drop(permits);
+    #[tokio::test(start_paused = true)]
+    async fn closed_tracker_waits_for_repeated_releases() {
+        let (store_handle, permit) = limited();
+        // The call that requests the permit may still be executed, so the release is made twice.
+        drop(ConcurrencyPermits::requested(store_handle.clone(), DecidedBy::Store, vec![permit.clone()]));
         store_handle.tasks.close();
+        let permits = [OwnedCharge { permit_id: permit.permit_id, ..permit.clone() }];
+        let late = store_handle.call(DecidedBy::Store, monotonic(), Operation::Check, &permits).await.unwrap();
+        assert_eq!((late.granted, remaining(&store_handle, &permit).await), (1, LIMIT - 1));
         store_handle.tasks.wait().await;
-        let other = SettlementQueue::new(store_handle);
-        assert_eq!(remaining(&other, &permit).await, LIMIT);
+        assert_eq!(remaining(&store_handle, &permit).await, LIMIT);
     }
 
     fn charge_of(rule: &Rule, quota: Quota, cost: u64) -> OwnedCharge {
@@ -886,7 +828,7 @@ mod tests {
 
     /// Return the deferred charges of a request: limit 0 has a reservation of the store, limit 1 one of the local share,
     /// and limit 2 a deferred cost.
-    fn deferred(queue: &Arc<SettlementQueue>) -> DeferredCharges {
+    fn deferred(store_handle: &Arc<StoreHandle>) -> DeferredCharges {
         let rule = Rule::TokenBucket(TokenBucket::new("10/day".parse().unwrap(), 10).unwrap());
         let charge = |limit_index, deferred, decided_by| DeferredCharge {
             deferred,
@@ -899,13 +841,13 @@ mod tests {
             charge(1, Deferred::Settle, DecidedBy::Local),
             charge(2, Deferred::Charge, DecidedBy::Local),
         ];
-        DeferredCharges::new(queue.clone(), charges)
+        DeferredCharges::new(store_handle.clone(), charges)
     }
 
     #[tokio::test]
     async fn charges_of_the_store_and_of_the_local_share_are_settled_in_separate_calls() {
-        let (queue, _) = limited();
-        let calls = deferred(&queue).calls(|_, _| SettleAction::Refund);
+        let (store_handle, _) = limited();
+        let calls = deferred(&store_handle).calls(|_, _| SettleAction::Refund);
         let found: Vec<_> = calls
             .iter()
             .map(|call| (call.decided_by, call.charges.iter().map(|charge| charge.limit_index).collect::<Vec<_>>()))
@@ -915,17 +857,24 @@ mod tests {
 
     #[tokio::test]
     async fn dropped_deferred_cost_of_a_local_share_is_charged() {
-        let (queue, _) = limited();
-        drop(deferred(&queue));
-        assert_eq!(queue.queued.load(Ordering::Relaxed), 1, "reservations stay charged, and the cost is charged");
+        let (store_handle, _) = limited();
+        let charges = deferred(&store_handle);
+        let owed = [charges.charges[2].charge.clone()];
+        let free = async || {
+            let call = store_handle.call(DecidedBy::Local, monotonic(), Operation::Peek, &owed);
+            call.await.unwrap().outcomes[0].remaining
+        };
+        let before = free().await;
+        drop(charges);
+        assert_eq!(before - free().await, 5, "reservations stay charged, and the cost is charged");
     }
 
     #[tokio::test]
     async fn only_the_selected_reservations_are_split_off() {
-        let (queue, _) = limited();
+        let (store_handle, _) = limited();
         for (selected, split, left) in [(0, vec![0], vec![1, 2]), (1, vec![1], vec![0, 2]), (2, vec![], vec![0, 1, 2])]
         {
-            let mut charges = deferred(&queue);
+            let mut charges = deferred(&store_handle);
             let reservations = charges.split_reservations(|limit_index| limit_index == selected);
             let indices = |charges: &DeferredCharges| charges.costs().map(|(index, _)| index).collect::<Vec<_>>();
             assert_eq!((reservations.as_ref().map_or(Vec::new(), indices), indices(&charges)), (split, left));
@@ -975,8 +924,8 @@ mod tests {
 
     #[tokio::test]
     async fn model_totals_belong_to_the_day_of_the_charge() {
-        let (queue, permit) = limited();
-        let Store::Memory(memory) = &queue.store_handle.store else { panic!("the store is in memory") };
+        let (store_handle, permit) = limited();
+        let Store::Memory(memory) = &store_handle.store else { panic!("the store is in memory") };
         let days = ["UTC", "Pacific/Kiritimati"].map(|zone| Arc::new(UsageDays::new(zone).unwrap()));
         // One second before midnight in UTC, and midnight. In Kiritimati, it is then 14:00 of one and the same day.
         let midnight_us: u64 = 1_795_996_800_000_000;
@@ -993,7 +942,7 @@ mod tests {
                     ..permit.clone()
                 },
             });
-            let charges = DeferredCharges::new(queue.clone(), charges.collect());
+            let charges = DeferredCharges::new(store_handle.clone(), charges.collect());
             charges.count_model("m", |limit_index| Some(costs[limit_index]));
         }
         let query = UsageQuery {
@@ -1012,12 +961,11 @@ mod tests {
     }
 
     #[test]
-    fn drop_outside_of_a_runtime_queues_nothing() {
-        let (queue, permit) = limited();
+    fn drop_outside_of_a_runtime_makes_no_call() {
+        let (store_handle, permit) = limited();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        drop(ConcurrencyPermits::requested(queue.clone(), DecidedBy::Store, vec![permit]));
-        queue.store_handle.tasks.close();
-        runtime.block_on(queue.store_handle.tasks.wait());
-        assert!(queue.sender.get().is_none());
+        drop(ConcurrencyPermits::requested(store_handle.clone(), DecidedBy::Store, vec![permit]));
+        store_handle.tasks.close();
+        runtime.block_on(store_handle.tasks.wait());
     }
 }
