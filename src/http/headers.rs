@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::net::IpAddr;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use http::header::{
@@ -36,8 +37,10 @@ pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Values of the forwarding headers, which are the same for all requests of a connection.
 #[derive(Debug, Clone)]
 pub struct ForwardedInfo {
-    /// IP address of the peer as a header value.
-    pub address: HeaderValue,
+    /// IP address of the peer.
+    address: IpAddr,
+    /// The address as a header value, from the first request that is forwarded.
+    address_value: OnceLock<HeaderValue>,
     /// `http` or `https`.
     pub scheme: HeaderValue,
     /// Whether forwarding headers from the peer are trusted.
@@ -49,11 +52,18 @@ pub struct ForwardedInfo {
 impl ForwardedInfo {
     /// Create the values for a peer.
     pub fn new(address: IpAddr, scheme: &'static str, trusted: bool) -> Self {
-        let mut text = bytes::BytesMut::with_capacity(45);
-        // Neither step can fail: writing to memory always succeeds, and an IP address is a valid header value.
-        let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
-        let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
-        ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted, reads_forwarded: false }
+        let scheme = HeaderValue::from_static(scheme);
+        ForwardedInfo { address, address_value: OnceLock::new(), scheme, trusted, reads_forwarded: false }
+    }
+
+    /// Return the address of the peer as a header value.
+    fn address_value(&self) -> &HeaderValue {
+        self.address_value.get_or_init(|| {
+            let mut text = bytes::BytesMut::with_capacity(45);
+            // Neither step can fail: writing to memory always succeeds, and an IP address is a valid header value.
+            let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{}", self.address));
+            HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"))
+        })
     }
 }
 
@@ -375,16 +385,17 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
     if headers.contains_key(FORWARDED) {
         let mut element = b"for=".to_vec();
         // RFC 7239 §6: an IPv6 address is enclosed in brackets and quotes.
-        let ipv6 = forwarded.address.as_bytes().contains(&b':');
+        let address = forwarded.address_value().as_bytes();
+        let ipv6 = address.contains(&b':');
         element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
-        element.extend_from_slice(forwarded.address.as_bytes());
+        element.extend_from_slice(address);
         element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
         // The conversion cannot fail, because brackets, quotes and an IP address are a valid header value.
         if let Ok(element) = HeaderValue::from_bytes(&element) {
             append_element(headers, FORWARDED, element);
         }
     }
-    append_element(headers, X_FORWARDED_FOR, forwarded.address.clone());
+    append_element(headers, X_FORWARDED_FOR, forwarded.address_value().clone());
     let reported = forwarded.reads_forwarded.then(|| HeaderValue::from_static(client_scheme(headers, forwarded)));
     headers.entry(X_FORWARDED_PROTO).or_insert_with(|| reported.unwrap_or_else(|| forwarded.scheme.clone()));
     if let Some(host) = host {

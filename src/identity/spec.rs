@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use http::header::COOKIE;
-use http::{HeaderMap, HeaderName, Method};
+use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use percent_encoding::percent_decode;
 
@@ -709,23 +709,29 @@ impl ClientIpResolver {
     /// Return the client address: read the hops from right to left, and return the first address that is not a trusted
     /// proxy. If an element is invalid, return the hop to its right, which is the proxy that added the element.
     pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
-        let mut client = peer;
-        if !self.is_trusted(peer) {
-            return client;
+        match self.is_trusted(peer) {
+            true => self.hops(peer, headers.get_all(&self.header).iter().rev()).0,
+            false => peer,
         }
-        let lines = headers.get_all(&self.header);
-        for line in lines.iter().rev() {
+    }
+
+    /// Return the client address that these lines report, and whether their last element is an address.
+    fn hops<'h>(&self, peer: IpAddr, lines: impl Iterator<Item = &'h HeaderValue>) -> (IpAddr, bool) {
+        let mut client = peer;
+        let mut is_reported = false;
+        for line in lines {
             // Split bytes instead of text. Otherwise, non-ASCII bytes from a client could hide the elements that
             // proxies appended.
             for element in line.as_bytes().rsplit(|byte| *byte == b',') {
-                match self.hop(element) {
-                    Some(hop) if self.is_trusted(hop) => client = hop,
-                    Some(hop) => return hop,
-                    None => return client,
+                let Some(hop) = self.hop(element) else { return (client, is_reported) };
+                client = hop;
+                is_reported = true;
+                if !self.is_trusted(hop) {
+                    return (client, is_reported);
                 }
             }
         }
-        client
+        (client, is_reported)
     }
 
     /// Return the address in an element of the header, or `None` if the element is invalid.
@@ -735,13 +741,13 @@ impl ClientIpResolver {
         hop.and_then(parse_address)
     }
 
-    /// Return the client address as [`client_address`](Self::client_address) does. Return `None` if the header is
+    /// Return the client address that a trusted proxy reports, as [`client_address`](Self::client_address) does. Return `None` if the header is
     /// missing or repeated, or if its last element is no address, so that the peer did not report its client.
     pub fn reported_address(&self, peer: IpAddr, headers: &HeaderMap) -> Option<IpAddr> {
         let mut lines = headers.get_all(&self.header).iter();
-        let line = lines.next()?;
-        self.hop(line.as_bytes().rsplit(|byte| *byte == b',').next()?)?;
-        lines.next().is_none().then(|| self.client_address(peer, headers))
+        let line = lines.next().filter(|_| lines.next().is_none())?;
+        let (address, is_reported) = self.hops(peer, std::iter::once(line));
+        is_reported.then_some(address)
     }
 
     /// Return the client network that contains an address.

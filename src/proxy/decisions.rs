@@ -8,7 +8,7 @@ use std::mem;
 use std::net::IpAddr;
 use std::time::Duration;
 
-use http::header::HOST;
+use http::header::{Entry, HOST};
 use http::uri::{PathAndQuery, Uri};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use tracing::warn;
@@ -126,9 +126,31 @@ impl ClientRequest {
         peer: &Peer,
         config: &CompiledConfig,
     ) -> Result<Self, DescriptionError> {
-        let headers = received.headers();
-        check_proxy(peer, headers, config)?;
+        check_proxy(peer, received.headers(), config)?;
         let endpoint = Endpoint::of(received.uri());
+        // A request whose body is still unread keeps its headers, because `Expect` determines how the body is discarded.
+        let mut headers = match request_body::has_unread_body(received) {
+            true => received.headers().clone(),
+            false => mem::take(received.headers_mut()),
+        };
+        let described = ClientRequest::take(endpoint, &mut headers, received, peer, config);
+        match described {
+            Ok(described) => Ok(ClientRequest { headers, ..described }),
+            Err(error) => {
+                *received.headers_mut() = headers;
+                Err(error)
+            }
+        }
+    }
+
+    /// Take the description out of the headers of a request for a decision. Return it without headers.
+    fn take(
+        endpoint: Endpoint,
+        headers: &mut HeaderMap,
+        received: &Request<RequestBody>,
+        peer: &Peer,
+        config: &CompiledConfig,
+    ) -> Result<Self, DescriptionError> {
         let method = match endpoint {
             Endpoint::Forwarded => header_method(headers, X_FORWARDED_METHOD)?,
             Endpoint::Original => header_method(headers, X_ORIGINAL_METHOD)?,
@@ -140,23 +162,18 @@ impl ClientRequest {
             Endpoint::Request => own_target(received.uri())?,
         };
         let host = match endpoint {
-            Endpoint::Forwarded | Endpoint::Original => single(headers, X_FORWARDED_HOST, HOST_OF_CLIENT)?.clone(),
+            Endpoint::Forwarded | Endpoint::Original => take_single(headers, X_FORWARDED_HOST, HOST_OF_CLIENT)?,
             Endpoint::Request => {
                 received_host(received.uri(), headers).ok_or(DescriptionError::Header(HOST, HOST_OF_CLIENT))?
             }
         };
-        let value = single(headers, X_FORWARDED_PROTO, SCHEME_OF_CLIENT)?;
+        let value = take_single(headers, X_FORWARDED_PROTO, SCHEME_OF_CLIENT)?;
         let scheme = scheme(value.as_bytes()).ok_or(DescriptionError::Header(X_FORWARDED_PROTO, SCHEME_OF_CLIENT))?;
         let client_ip = &config.client_ip;
         let address = client_ip
             .reported_address(peer.address, headers)
             .ok_or_else(|| DescriptionError::Header(client_ip.header.clone(), "the address of the client"))?;
-        // A request whose body is still unread keeps its headers, because `Expect` determines how the body is discarded.
-        let headers = match request_body::has_unread_body(received) {
-            true => headers.clone(),
-            false => mem::take(received.headers_mut()),
-        };
-        Ok(ClientRequest { method, target, headers, host, scheme, address, endpoint })
+        Ok(ClientRequest { method, target, headers: HeaderMap::new(), host, scheme, address, endpoint })
     }
 }
 
@@ -199,26 +216,29 @@ const METHOD_OF_CLIENT: &str = "the method of the client";
 const TARGET_OF_CLIENT: &str = "the path and query of the client, which start with `/` and have no fragment";
 const SCHEME_OF_CLIENT: &str = "`http` or `https`";
 
-/// Return the only value of a header.
-fn single<'h>(
-    headers: &'h HeaderMap,
+/// Take the only value of a header.
+fn take_single(
+    headers: &mut HeaderMap,
     name: HeaderName,
     content: &'static str,
-) -> Result<&'h HeaderValue, DescriptionError> {
-    let mut values = headers.get_all(&name).iter();
-    match (values.next(), values.next()) {
-        (Some(value), None) if !value.is_empty() => Ok(value),
-        (Some(_) | None, _) => Err(DescriptionError::Header(name, content)),
-    }
+) -> Result<HeaderValue, DescriptionError> {
+    let (first, is_repeated) = match headers.entry(&name) {
+        Entry::Vacant(_) => (None, false),
+        Entry::Occupied(entry) => {
+            let mut values = entry.remove_entry_mult().1;
+            (values.next(), values.next().is_some())
+        }
+    };
+    first.filter(|value| !is_repeated && !value.is_empty()).ok_or(DescriptionError::Header(name, content))
 }
 
-fn header_method(headers: &HeaderMap, name: HeaderName) -> Result<Method, DescriptionError> {
-    let value = single(headers, name.clone(), METHOD_OF_CLIENT)?;
+fn header_method(headers: &mut HeaderMap, name: HeaderName) -> Result<Method, DescriptionError> {
+    let value = take_single(headers, name.clone(), METHOD_OF_CLIENT)?;
     Method::from_bytes(value.as_bytes()).map_err(|_| DescriptionError::Header(name, METHOD_OF_CLIENT))
 }
 
-fn header_target(headers: &HeaderMap, name: HeaderName) -> Result<PathAndQuery, DescriptionError> {
-    let value = single(headers, name.clone(), TARGET_OF_CLIENT)?;
+fn header_target(headers: &mut HeaderMap, name: HeaderName) -> Result<PathAndQuery, DescriptionError> {
+    let value = take_single(headers, name.clone(), TARGET_OF_CLIENT)?;
     target(value.as_bytes()).ok_or(DescriptionError::Header(name, TARGET_OF_CLIENT))
 }
 
@@ -251,8 +271,10 @@ fn described_headers(mut headers: HeaderMap, host: HeaderValue, config: &Compile
     headers::strip_hop_by_hop(&mut headers, &config.protected_headers);
     // Look at each name once: this costs less than a lookup of each of these headers.
     let is_of_message = |name: &&HeaderName| {
-        let of_message = ["content-length", "transfer-encoding", "expect", "x-original-method", "x-original-uri"];
-        of_message.contains(&name.as_str())
+        matches!(
+            name.as_str(),
+            "content-length" | "transfer-encoding" | "expect" | "x-original-method" | "x-original-uri"
+        )
     };
     let names: Vec<_> = headers.keys().filter(is_of_message).cloned().collect();
     for name in names {

@@ -294,8 +294,8 @@ impl Peer {
         let address = address.to_canonical();
         let client_ip = config.client_ip.clone();
         let reads_forwarded = client_ip.header == FORWARDED;
-        let forwarded =
-            ForwardedInfo { reads_forwarded, ..ForwardedInfo::new(address, scheme, client_ip.is_trusted(address)) };
+        let mut forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
+        forwarded.reads_forwarded = reads_forwarded;
         Peer {
             address,
             forwarded,
@@ -361,7 +361,8 @@ impl Peer {
         }
         let trusted = !self.is_distrusted && client_ip.is_trusted(self.address);
         let reads_forwarded = client_ip.header == FORWARDED;
-        let forwarded = ForwardedInfo { trusted, reads_forwarded, ..self.forwarded.clone() };
+        let mut forwarded = self.forwarded.clone();
+        (forwarded.trusted, forwarded.reads_forwarded) = (trusted, reads_forwarded);
         let client_ip = client_ip.clone();
         let certificate_subject = self.certificate_subject.clone();
         let certificate = self.certificate.clone();
