@@ -3,7 +3,7 @@
 #![allow(clippy::disallowed_methods)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 /// Upper bound of clock drift: during a wait, the clocks of two machines drift apart by less than the wait divided by
@@ -67,6 +67,25 @@ impl Clock {
 /// Return the time of the system clock, in µs since the Unix epoch.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}
+
+/// The latest time that [`note_time`] has read, in µs since the Unix epoch.
+static LATEST_US: AtomicU64 = AtomicU64::new(0);
+
+/// See [`is_behind`].
+static IS_BEHIND: AtomicBool = AtomicBool::new(false);
+
+/// Detect steps of the system clock. Call this function every second.
+pub fn note_time() {
+    let now_us = unix_us();
+    let latest_us = LATEST_US.fetch_max(now_us, Ordering::Relaxed);
+    IS_BEHIND.store(now_us < latest_us, Ordering::Relaxed);
+}
+
+/// Return whether the system clock shows an earlier time than before, because it was set back. hyper then repeats its
+/// last `Date` until the clock has reached this time again.
+pub fn is_behind() -> bool {
+    IS_BEHIND.load(Ordering::Relaxed)
 }
 
 /// Return the minimum duration that a wait can have by the clock of this machine, if it lasts `wait` by the clock of

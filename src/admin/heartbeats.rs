@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
-use crate::clock::{elapsed_since, monotonic};
+use crate::clock::{elapsed_since, monotonic, note_time};
 
 /// Interval of the heartbeats of a worker.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -42,6 +42,7 @@ impl Heartbeats {
         let heart = Heartbeat { heartbeats: self, worker };
         loop {
             heart.set(heart.heartbeats.now_ms());
+            note_time();
             sleep(INTERVAL).await;
         }
     }

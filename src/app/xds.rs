@@ -278,7 +278,7 @@ fn files(resources: &[Any]) -> Result<Vec<FileSnapshot>, String> {
         let config = RateLimitConfig::decode(resource.value.clone())
             .map_err(|error| format!("resource {index} is not a RateLimitConfig: {error}"))?;
         let path = PathBuf::from(format!("xds:{}", config.name));
-        Ok(FileSnapshot { path, content: config.to_yaml().into_bytes() })
+        Ok(FileSnapshot { path, content: config.to_yaml().into_bytes().into() })
     };
     let mut files: Vec<_> = resources.iter().enumerate().map(file).collect::<Result<_, _>>()?;
     // Servers send the resources in any order.

@@ -63,7 +63,7 @@ impl ConfigFiles {
     /// Create a `ConfigFiles` from the texts in `sources`.
     pub fn from_sources(sources: &Sources) -> Self {
         let snapshot =
-            |path: &Path, text: &str| FileSnapshot { path: path.to_owned(), content: text.as_bytes().to_vec() };
+            |path: &Path, text: &str| FileSnapshot { path: path.to_owned(), content: text.as_bytes().into() };
         let (path, text) = sources.main();
         ConfigFiles {
             main: snapshot(path, text),
@@ -94,7 +94,7 @@ impl ConfigFiles {
             }
             false => read_main(path)?,
         };
-        let main = FileSnapshot { path: path.to_owned(), content };
+        let main = FileSnapshot { path: path.to_owned(), content: content.into() };
         let Expansion { files, directories, .. } = expand(path, &String::from_utf8_lossy(&main.content), environment);
         let included = files.into_iter().filter_map(|(path, _)| FileSnapshot::read(&path).ok()).collect();
         Ok(ConfigFiles { main, included, directories })

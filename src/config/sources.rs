@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::{fmt, fs, io};
 
 use crate::config::error::{FileIssues, Issue};
@@ -113,8 +113,8 @@ impl Sources {
 pub struct FileSnapshot {
     /// Path of the file.
     pub path: PathBuf,
-    /// Content of the file.
-    pub content: Vec<u8>,
+    /// Content of the file. Clones share it, because the file watcher compares it with the current content.
+    pub content: Arc<[u8]>,
 }
 
 /// Omit the content, which may be secret.
@@ -130,7 +130,7 @@ impl FileSnapshot {
     /// # Errors
     /// The file cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
-        Ok(FileSnapshot { path: path.to_owned(), content: read_text(path)? })
+        Ok(FileSnapshot { path: path.to_owned(), content: read_text(path)?.into() })
     }
 }
 

@@ -7,11 +7,13 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use http::header::{
-    CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, Entry, FORWARDED, HOST, HeaderName,
+    CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, DATE, EXPECT, Entry, FORWARDED, HOST, HeaderName,
     HeaderValue, REFERRER_POLICY, STRICT_TRANSPORT_SECURITY, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VARY, VIA,
     X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use http::{HeaderMap, Method, Version};
+use jiff::Timestamp;
+use jiff::fmt::rfc2822::DateTimePrinter;
 
 /// Headers that concern only one connection (RFC 9110 §7.6.1), including `Keep-Alive` and `Proxy-Connection`, which old
 /// clients send.
@@ -586,6 +588,20 @@ const SECURITY_HEADERS: [(HeaderName, HeaderValue); 3] = [
 /// Set `Strict-Transport-Security` if the response does not have it.
 pub fn set_hsts(headers: &mut HeaderMap) {
     headers.entry(STRICT_TRANSPORT_SECURITY).or_insert(HeaderValue::from_static("max-age=31536000"));
+}
+
+/// Set `Date` if the response does not have it.
+pub fn set_date(headers: &mut HeaderMap, now_us: u64) {
+    let date = format_date(now_us).and_then(|date| HeaderValue::try_from(date).ok());
+    if let Some(date) = date {
+        headers.entry(DATE).or_insert(date);
+    }
+}
+
+/// Return a time in the format of `Date` (RFC 9110 §5.6.7). `None` if the year has more than four digits.
+pub fn format_date(unix_us: u64) -> Option<String> {
+    let time = Timestamp::from_microsecond(unix_us as i64).ok()?;
+    DateTimePrinter::new().timestamp_to_rfc9110_string(&time).ok()
 }
 
 impl HeaderMutations {

@@ -8,8 +8,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::StatusCode;
-use jiff::Timestamp;
-use jiff::fmt::rfc2822::DateTimePrinter;
 use ppp::{v1, v2};
 use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -20,7 +18,7 @@ use tracing::{info, warn};
 
 use crate::clock;
 use crate::clock::LogThrottle;
-use crate::http::problem;
+use crate::http::{headers, problem};
 use crate::listener::metrics::HandshakeFailure;
 use crate::listener::stream::{PARSER_PROXY_STATUS, ReclaimableStream};
 use crate::tls::{ALPN_ACME_TLS, ClientVerifier, DownstreamTls, Handshake};
@@ -66,10 +64,8 @@ pub(super) const UNEXPECTED_TLS: &str =
 
 /// Return a 400 response for a connection on which no request can be parsed, because only one side uses TLS.
 pub(super) fn tls_mismatch_response(detail: &str, proxy_status: bool) -> Vec<u8> {
-    let now = Timestamp::from_microsecond(clock::unix_us() as i64).unwrap_or_default();
-    let mut headers = DateTimePrinter::new()
-        .timestamp_to_rfc9110_string(&now)
-        .map_or_else(|_| String::new(), |date| format!("date: {date}\r\n"));
+    let mut headers =
+        headers::format_date(clock::unix_us()).map_or_else(String::new, |date| format!("date: {date}\r\n"));
     if proxy_status {
         headers += PARSER_PROXY_STATUS;
     }

@@ -720,7 +720,7 @@ descriptors:
 ";
 
     fn read(text: &str) -> ReadFiles {
-        let file = FileSnapshot { path: "edge.yaml".into(), content: text.into() };
+        let file = FileSnapshot { path: "edge.yaml".into(), content: text.as_bytes().into() };
         let hasher = IdentityHasher::new("");
         let limits = LimitContext { hasher: &hasher, gateways: &Arc::default() };
         read_files(&[file], FileContext { limits, options: FileOptions::default(), first_rule: 0 })

@@ -108,6 +108,7 @@ mod store;
 mod store_calls;
 mod store_connections;
 mod store_faults;
+mod system_faults;
 mod tls_reload;
 mod topologies;
 mod traces;

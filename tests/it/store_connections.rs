@@ -308,7 +308,10 @@ fn store_errors_say_what_to_do() {
         ),
         (
             format!("redis://{}", at(&tls)),
-            format!("{} closes the connection before it answers; if the server speaks TLS, use rediss://", at(&tls)),
+            format!(
+                "{} closes the connection before it answers; raise maxclients of Redis if it is reached, or use rediss:// if",
+                at(&tls)
+            ),
         ),
         (
             format!("rediss://{}", at(&tls)),

@@ -228,15 +228,20 @@ def deb():
         assert (root / CONFFILE).read_text() == edited, f"the upgrade to {newer} replaced the configuration"
     assert "another default" in (root / f"{CONFFILE}.dpkg-dist").read_text()
 
-    # `remove` keeps the files of the administrator, `purge` deletes them.
+    # `remove` keeps the files of the administrator, `purge` deletes only the configuration.
     (root / "etc/sluicegate/environment").write_text("SLUICEGATE_ADMIN_TOKEN=x\n")
     for folder in ("var/lib/sluicegate", "var/log/sluicegate"):
         (root / folder).mkdir()
         (root / folder / "file").touch()
+    key = root / "etc/sluicegate/tls.key"
+    key.write_text("secret")
     inside(root, "systemctl", "enable", "sluicegate.service")
     inside(root, "dpkg", "--remove", "sluicegate")
     assert (root / CONFFILE).read_text() == edited and not (root / "usr/bin/sluicegate").exists()
     inside(root, "dpkg", "--purge", "sluicegate")
+    assert list(key.parent.iterdir()) == [key], "purge deletes a key of the administrator"
+    key.unlink()
+    key.parent.rmdir()
     for name in ("tmp/sluicegate.deb", "tmp/newer.deb"):
         (root / name).unlink()
     left = difference(before, files(root))

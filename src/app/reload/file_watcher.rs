@@ -3,13 +3,16 @@
 //!
 //! The watcher watches directories, so that it also detects renamed files and replaced symbolic links. It compares file
 //! contents, so that it reports each change only once. If a file is invalid, its previous content stays in use.
+//!
+//! The kernel reports no events for network file systems, for directories whose path contains a symbolic link that is
+//! replaced, and when inotify is exhausted. The watcher therefore also compares the files at an interval.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
@@ -19,6 +22,7 @@ use tracing::{info, warn};
 
 use crate::admin::current::{ConfigHandle, FileKind, ReloadCause};
 use crate::clock;
+use crate::clock::LogThrottle;
 use crate::config::include::ConfigFiles;
 use crate::config::sources::FileSnapshot;
 use crate::identity::auth::ProviderKind;
@@ -28,6 +32,12 @@ use crate::snapshot::descriptor_files::DescriptorFiles;
 
 /// Delay between the first event and the comparison. All events of one write operation then count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
+
+/// Interval of comparisons without an event.
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Minimum interval between two warnings that files cannot be watched.
+const LOG_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Callback that receives a group of files when at least one of them has new content, or when all files are reported.
 /// It returns whether the content is valid and therefore in use.
@@ -70,7 +80,8 @@ impl FileGroup {
 /// Handle of the watcher. Dropping it stops the watcher.
 #[derive(Debug)]
 pub(crate) struct FileWatcher {
-    watcher: RecommendedWatcher,
+    /// `None` if the system has no more inotify instances.
+    watcher: Option<RecommendedWatcher>,
     directories: BTreeSet<PathBuf>,
     wake: SyncSender<()>,
     /// Whether the watcher thread must report all files when it wakes up next.
@@ -81,18 +92,12 @@ impl FileWatcher {
     /// Also watch these directories. The groups keep the contents that they read last. For the files that the active
     /// configuration refers to, a new watcher would start with the contents from the load of this configuration, which
     /// may be older.
-    ///
-    /// Log each directory that cannot be watched.
     pub(crate) fn add_directories(&mut self, directories: BTreeSet<PathBuf>) {
         for directory in directories {
             if self.directories.contains(&directory) {
                 continue;
             }
-            if let Err(error) = self.watcher.watch(&directory, RecursiveMode::NonRecursive) {
-                let directory = directory.display();
-                warn!(%directory, %error, "cannot watch a directory of included files: reload with SIGHUP");
-                continue;
-            }
+            watch_directory(self.watcher.as_mut(), &directory);
             self.directories.insert(directory);
             // A file may have changed before its directory was watched.
             let _ = self.wake.try_send(());
@@ -111,32 +116,52 @@ impl FileWatcher {
 /// called.
 ///
 /// # Errors
-/// A directory cannot be watched.
-pub(crate) fn watch(groups: Vec<FileGroup>) -> Result<FileWatcher, notify::Error> {
+/// The thread cannot be started.
+pub(crate) fn watch(groups: Vec<FileGroup>) -> io::Result<FileWatcher> {
     let (wake, wakes) = sync_channel(1);
     let report_all = Arc::<AtomicBool>::default();
     // Compare once at the start: a file may have changed after it was read and before it was watched.
     let _ = wake.try_send(());
     let on_event = wake.clone();
-    let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
+    let watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
         // Ignore access events. The comparison itself reads the files, so it would trigger itself.
         if !event.is_ok_and(|event| event.kind.is_access()) {
             // If the channel is full, a wake-up is already pending.
             let _ = on_event.try_send(());
         }
-    })?;
+    });
+    let mut watcher = watcher.map_err(|error| log_polling(None, &error)).ok();
     let parent = |file: &FileSnapshot| file.path.parent().unwrap_or(Path::new("")).to_owned();
     let of_groups = groups.iter().flat_map(|group| group.files.iter().map(parent).chain(group.directories.clone()));
     let directories: BTreeSet<_> = of_groups.collect();
     for directory in &directories {
-        watcher.watch(directory, RecursiveMode::NonRecursive)?;
+        watch_directory(watcher.as_mut(), directory);
     }
     let run = {
         let all = Arc::downgrade(&report_all);
         move || watch_loop(groups, &wakes, &all)
     };
-    thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
+    thread::Builder::new().name("watch".to_owned()).spawn(run)?;
     Ok(FileWatcher { watcher, directories, wake, report_all })
+}
+
+fn watch_directory(watcher: Option<&mut RecommendedWatcher>, directory: &Path) {
+    if let Some(Err(error)) = watcher.map(|watcher| watcher.watch(directory, RecursiveMode::NonRecursive)) {
+        log_polling(Some(directory), &error);
+    }
+}
+
+fn log_polling(directory: Option<&Path>, error: &notify::Error) {
+    static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+    if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+        let directory = directory.map(|directory| directory.display().to_string());
+        warn!(
+            directory,
+            %error,
+            "cannot watch files, so changes are noticed within {POLL_INTERVAL:?}; see fs.inotify.max_user_instances and \
+             fs.inotify.max_user_watches of sysctl"
+        );
+    }
 }
 
 /// A group with the results of its last comparison.
@@ -148,11 +173,11 @@ struct WatchedGroup {
     in_use: bool,
 }
 
-/// Compare all files at each wake-up, until the watcher is dropped.
+/// Compare all files at each wake-up, and at an interval, until the watcher is dropped.
 fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
     let mut groups: Vec<_> =
         groups.into_iter().map(|group| WatchedGroup { group, readable: true, in_use: true }).collect();
-    while wakes.recv().is_ok() {
+    while wakes.recv_timeout(POLL_INTERVAL) != Err(RecvTimeoutError::Disconnected) {
         thread::sleep(DEBOUNCE);
         // Discard a wake-up that arrived during the delay. The next comparison covers it.
         let _ = wakes.try_recv();
@@ -186,8 +211,8 @@ fn watch_loop(groups: Vec<FileGroup>, wakes: &Receiver<()>, watcher: &Weak<Atomi
 
 // === The files that a configuration refers to ===
 
-/// Watch the files of the active configuration until the returned watcher is dropped. If a directory cannot be watched,
-/// log a warning and return `None`.
+/// Watch the files of the active configuration until the returned watcher is dropped. Return `None` if there can be no
+/// watcher.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
     let named = watched_files(configuration).into_iter().map(|files| files.into_group(configuration));
     let yaml = descriptor_files(configuration);
@@ -202,7 +227,7 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
 fn configuration_files(configuration: &Arc<ConfigHandle>) -> FileGroup {
     // Include the directories in the comparison, because a new directory must be watched even if it is empty.
     let all = |ConfigFiles { main, included, directories }| -> Vec<FileSnapshot> {
-        let directories = directories.into_iter().map(|path| FileSnapshot { path, content: Vec::new() });
+        let directories = directories.into_iter().map(|path| FileSnapshot { path, content: [].into() });
         std::iter::once(main).chain(included).chain(directories).collect()
     };
     let last = configuration.last_attempt();
@@ -398,7 +423,7 @@ fn log_result(first: &FileSnapshot, result: &Result<(), Rejection>, content: Con
 mod tests {
     use super::*;
     use std::fs;
-    use std::sync::mpsc::{RecvTimeoutError, channel};
+    use std::sync::mpsc::channel;
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -422,7 +447,7 @@ mod tests {
         let log = folder.path().join("log");
         let on_change = move |files: &[FileSnapshot]| {
             fs::write(&log, &files[0].content).unwrap();
-            reported.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
+            reported.send(String::from_utf8(files[0].content.to_vec()).unwrap()).unwrap();
         };
         let watcher = watch(vec![group(vec![read], on_change)]).unwrap();
         assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "two");
@@ -447,7 +472,7 @@ mod tests {
         let (reported, reports) = channel();
         let (decide, decisions) = channel();
         let on_change: OnChange = Box::new(move |files, content| {
-            reported.send((String::from_utf8(files[0].content.clone()).unwrap(), content)).unwrap();
+            reported.send((String::from_utf8(files[0].content.to_vec()).unwrap(), content)).unwrap();
             decisions.recv().unwrap()
         });
         let watcher = watch(vec![FileGroup::fixed(vec![read], on_change)]).unwrap();
@@ -484,7 +509,7 @@ mod tests {
         let before = read();
         let (reported, contents) = channel();
         let on_change = move |files: &[FileSnapshot]| {
-            reported.send(files.iter().map(|file| file.content.clone()).collect()).unwrap()
+            reported.send(files.iter().map(|file| file.content.to_vec()).collect()).unwrap()
         };
         let watcher = watch(vec![group(before, on_change)]).unwrap();
         // While one file of a group is missing, changes of the other file are not reported.
@@ -523,7 +548,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         let log = folder.path().join("log");
-        let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
+        let gone = FileSnapshot { path: path.clone(), content: [].into() };
         let (wake, wakes) = sync_channel(4);
         // Each iteration of the loop receives two wake-ups, so four wake-ups cause two iterations.
         (0..4).for_each(|_| wake.send(()).unwrap());

@@ -42,6 +42,8 @@ impl RedisErrorKind {
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
             "WRONGTYPE" | "RLARG" | "RLSTALE" => RedisErrorKind::Script,
+            "ERR" if is_unknown_command(detail) => RedisErrorKind::Fatal,
+            REDIS_6_CALL_ERROR if is_unknown_command(detail) => RedisErrorKind::Fatal,
             "ERR" if detail.contains("user_script") || detail.starts_with(REDIS_6_SCRIPT_ERROR) => {
                 RedisErrorKind::Script
             }
@@ -65,6 +67,12 @@ impl RedisErrorKind {
             RedisErrorKind::Script => StoreError::CorruptState(reply),
         }
     }
+}
+
+/// Return whether a script called a command that Redis does not know, because it is renamed or disabled
+/// (`rename-command`). Clients cannot cause this.
+fn is_unknown_command(detail: &str) -> bool {
+    detail.contains("Unknown Redis command called from")
 }
 
 /// Return whether the call may succeed on a new connection. A new connection logs in again, and may lead to a new
@@ -179,6 +187,13 @@ fn diagnose_code(code: &str, detail: &str) -> Option<String> {
         "BUSY" => "Redis is busy running a script; wait until the script ends, or send SCRIPT KILL",
         "OOM" => "Redis is out of memory; raise its maxmemory, or use a separate Redis for the limits",
         "MISCONF" => "Redis rejects writes because it cannot save to its disk; see the log of Redis",
+        "ERR" | REDIS_6_CALL_ERROR if is_unknown_command(detail) => {
+            "Redis does not know a command that the gateway's Lua scripts call; remove its rename-command from the \
+             configuration of Redis"
+        }
+        "ERR" if detail.contains("max number of clients reached") => {
+            "Redis has reached its maximum number of clients; raise maxclients of Redis, or lower store.connections"
+        }
         "ERR" if detail.contains("DB index is out of range") => {
             "this Redis has no database with this number; correct the number at the end of store.url"
         }
@@ -267,7 +282,10 @@ fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
                 ConnectionAddr::TcpTls { .. } => ("speaks no TLS", "redis://"),
                 _ => ("speaks TLS", "rediss://"),
             };
-            format!("{address} closes the connection before it answers; if the server {other}, use {scheme}")
+            format!(
+                "{address} closes the connection before it answers; raise maxclients of Redis if it is reached, or use \
+                 {scheme} if the server {other}"
+            )
         }
         _ if message.starts_with("failed to lookup") => {
             format!("the host name of {address} does not resolve; correct the host in store.url, or check the DNS")
@@ -363,6 +381,7 @@ mod tests {
                 &format!("ERR user_script:1: attempt to perform arithmetic on a nil value {script}"),
                 RedisErrorKind::Script,
             ),
+            (&format!("ERR Unknown Redis command called from script {script}"), RedisErrorKind::Fatal),
             ("RLARG not a number", RedisErrorKind::Script),
             ("RLSTALE 1800000000000000", RedisErrorKind::Script),
         ] {
@@ -389,6 +408,7 @@ mod tests {
             ("@user_script: 41: -READONLY You can't write against a read only replica.", RedisErrorKind::Retryable),
             ("WRONGTYPE Operation against a key holding the wrong kind of value", RedisErrorKind::Script),
             ("The user executing the script can't run this command or subcommand", RedisErrorKind::Fatal),
+            ("Unknown Redis command called from Lua script", RedisErrorKind::Fatal),
             ("attempt to perform arithmetic on a nil value", RedisErrorKind::Script),
         ] {
             assert_eq!(script(rest), Some(fault), "{rest}");
