@@ -48,6 +48,7 @@ use crate::config::gateway::Config;
 use crate::config::sources::STANDARD_INPUT;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
+use crate::limiter::metrics::Counter;
 use crate::limiter::notify::EventQueue;
 use crate::limiter::overrides::Overrides;
 use crate::limiter::redis::overrides;
@@ -180,6 +181,8 @@ pub struct App {
     reload_requests: Receiver<ReloadRequest>,
     /// Obtains certificates. `None` without `[acme]`.
     acme: Option<AcmeClient>,
+    /// Hot restarts that started this process, and hot restarts of this process that failed.
+    hot_restarts: Arc<Counter<2>>,
     /// Watches the configuration files and the files that they refer to.
     watcher: Option<FileWatcher>,
     lint: Lint,
@@ -271,6 +274,7 @@ impl App {
             config_handle,
             reload_requests,
             acme,
+            hot_restarts: hot_restart::counter(),
             watcher,
             lint,
         })
@@ -298,6 +302,7 @@ impl App {
         Ok(HotRestart {
             sockets: sockets.map(StdListener::try_clone).collect::<io::Result<_>>()?,
             admin_stop: self.admin_stop.clone(),
+            results: self.hot_restarts.clone(),
             reads_input: self.config.files.main.path == Path::new(STANDARD_INPUT),
         })
     }
@@ -346,6 +351,7 @@ impl App {
             event_queue: Arc::new(event_queue),
             delivery_stats: Arc::default(),
             telemetry_sinks: self.sinks,
+            hot_restarts: self.hot_restarts,
             started_at_s: clock::unix_us() / 1_000_000,
             stopping: self.stopping,
             admin_stop: self.admin_stop.clone(),

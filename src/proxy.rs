@@ -43,6 +43,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use crate::boxed::boxed;
+use crate::clock;
 use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
 use crate::http::body_limits::INSPECTED_SHARE;
@@ -92,6 +93,7 @@ use crate::snapshot::route_action::{DirectResponse, RouteAction};
 use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::Route;
 use crate::telemetry::access_log::TelemetrySinks;
+use crate::telemetry::outcome::RequestOutcome;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
@@ -236,7 +238,7 @@ impl Gateway {
         match admission {
             Admission::Admitted(admitted) => match exchange.respond(admitted, request).await {
                 Ok(mut response) => {
-                    exchange.send(&mut response, "ok");
+                    exchange.send(&mut response, RequestOutcome::Ok);
                     response
                 }
                 Err(rejection) => exchange.reject(rejection),
@@ -462,7 +464,7 @@ impl Gateway {
         };
         match result {
             Ok(mut response) => {
-                exchange.send(&mut response, "ok");
+                exchange.send(&mut response, RequestOutcome::Ok);
                 response
             }
             Err(rejection) => exchange.reject(rejection),
@@ -1048,7 +1050,7 @@ impl<'a> Exchange<'a> {
         response
     }
 
-    fn rejection_response(&mut self, rejection: Rejection<'_>) -> (Box<Response<Body>>, &'static str) {
+    fn rejection_response(&mut self, rejection: Rejection<'_>) -> (Box<Response<Body>>, RequestOutcome) {
         match &rejection {
             Rejection::Upstream(error) if !error.is_client_error() => self.record.reason(|| error.to_string()),
             Rejection::StoreUnavailable(error) => self.record.reason(|| error.to_string()),
@@ -1079,13 +1081,16 @@ impl<'a> Exchange<'a> {
 
     /// Set the headers that all responses have, and update the metrics. The access log record and the spans are written
     /// when the response body ends. The response is not moved, because it is large.
-    fn send(&mut self, response: &mut Response<Body>, outcome: &'static str) {
+    fn send(&mut self, response: &mut Response<Body>, outcome: RequestOutcome) {
         let status = response.status();
         if let Some(cors) = &self.facts.cors {
             cors.apply(response.headers_mut());
         }
         if self.reply.sets_hsts {
             headers::set_hsts(response.headers_mut());
+        }
+        if clock::is_behind() {
+            headers::set_date(response.headers_mut(), clock::unix_us());
         }
         if self.has_unread_body {
             request_body::set_connection_close(response, self.flow);

@@ -3,6 +3,7 @@
 
 pub mod access_log;
 pub mod log;
+pub mod outcome;
 pub mod prometheus;
 pub mod trace;
 

@@ -9,6 +9,7 @@ pub mod error;
 pub mod fetch;
 mod health;
 pub mod health_check;
+pub mod metrics;
 pub mod retry;
 pub mod settings;
 
@@ -245,7 +246,7 @@ impl Upstream {
             }
             return Err(UpstreamError::NoHealthyEndpoint { upstream, retry_after });
         }
-        let mut waiting = self.cluster.queue.enqueue().ok_or_else(busy)?;
+        let mut waiting = self.cluster.shared.queue.enqueue().ok_or_else(busy)?;
         if waiting.is_first {
             // A permit may have been released just before this request joined the empty queue, so that no waiter got
             // it. Acquire a permit and drop it: `Endpoint::release` passes it to the first waiter.
@@ -436,7 +437,7 @@ impl Upstream {
             return Err(sending.fail_unexecuted(*request, error));
         }
         // Requests that already wait in the queue take precedence over this request.
-        let picked = if self.cluster.queue.is_empty() { self.pick(hash_key, &[]) } else { None };
+        let picked = if self.cluster.shared.queue.is_empty() { self.pick(hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
             None => match Box::pin(self.pick_queued(hash_key)).await {

@@ -16,6 +16,7 @@ use sluicegate::telemetry::access_log::format::{AccessFormat, FieldSet};
 use sluicegate::telemetry::access_log::{
     AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, LogDestination, UpstreamInfo,
 };
+use sluicegate::telemetry::outcome::RequestOutcome;
 use support::gateway::{Gateway, binary};
 use support::{admin_listener, google_key, pages, pictures};
 
@@ -261,6 +262,17 @@ fn manual_lists_exactly_the_exported_metrics() {
     assert!(exported.len() > 20, "{exported:?}");
     let listed: BTreeSet<_> = documented.iter().map(|row| row[0].trim_matches('`')).collect();
     assert_eq!(listed, exported);
+}
+
+#[test]
+fn manual_lists_exactly_the_outcomes() {
+    let page = pages::read("docs/reference/access-log.md");
+    let (_, section) = page.split_once("### Values of `outcome`").unwrap();
+    let rows = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let first_cells = rows.skip(2).map(|row| row.split('|').nth(1).unwrap());
+    let listed: BTreeSet<_> =
+        first_cells.flat_map(|cell| cell.split(',')).map(|word| word.trim().trim_matches('`')).collect();
+    assert_eq!(listed, RequestOutcome::ALL.map(RequestOutcome::label).into());
 }
 
 /// Write an access log record in a format and return the line.

@@ -165,6 +165,7 @@ const ROOMS: &[(&str, &[&[&str]])] = &[
             &["fetch", "settings"],
             &["error"],
             &["connector", "health"],
+            &["metrics"],
         ],
     ),
 ];

@@ -21,10 +21,12 @@ use crate::proxy::metrics::{
     split_descriptor_name, split_hits_name, split_token_counter_name,
 };
 use crate::proxy::mirror_state::{CopyResult, DropReason};
+use crate::telemetry::outcome::RequestOutcome;
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tls::Certificate;
 use crate::upstream::cluster::ServerState;
 use crate::upstream::error::FailureReason;
+use crate::upstream::metrics::ConnectResult;
 use crate::upstream::retry::RetryReason;
 
 /// Value of labels that do not apply to a TLS handshake, such as the label `version` of a failed handshake.
@@ -155,7 +157,7 @@ impl ProcessState {
             }
         }
         let mut writer = exposition.gauge(
-            "tls_certificate_not_after_seconds",
+            "tls_certificate_not_after_timestamp_seconds",
             "Time at which a certificate expires, in seconds since the Unix epoch",
         )?;
         for ((name, source), seconds) in &not_after {
@@ -167,6 +169,14 @@ impl ProcessState {
     fn write_reloads(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let mut writer = exposition.counter("config_reloads", "Attempts to reload the configuration, by result")?;
         for (result, count) in ["ok", "error"].iter().zip(self.config_handle.reload_counts()) {
+            writer.write_counter(&[("result", result)], count)?;
+        }
+        let mut writer = exposition.counter(
+            "hot_restarts",
+            "Hot restarts: ok is 1 if a hot restart has started this process; error counts those of this process that \
+             failed",
+        )?;
+        for (result, count) in ["ok", "error"].iter().zip(self.hot_restarts.values()) {
             writer.write_counter(&[("result", result)], count)?;
         }
         let successful = u64::from(self.config_handle.last_failure().is_none());
@@ -223,6 +233,17 @@ impl ProcessState {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (status, count) in COUNTED_STATUSES.iter().zip(counts) {
                 writer.write_counter(&[("route", &route), ("status", status)], count)?;
+            }
+        }
+        let mut writer = exposition.counter(
+            "http_request_outcomes",
+            "Requests by route and outcome, as in the access log, except for `ok`; the series of an outcome begins with \
+             its first request",
+        )?;
+        for (route, counters) in self.by_route(&self.request_metrics.outcomes) {
+            let counts = sum_counts(counters.iter().map(|counter| counter.values()));
+            for (outcome, count) in RequestOutcome::ALL.iter().zip(counts).filter(|(_, count)| *count > 0) {
+                writer.write_counter(&[("route", &route), ("outcome", outcome.label())], count)?;
             }
         }
         let writer = exposition.histogram("http_request_duration", "Time from the request to the response headers")?;
@@ -500,6 +521,27 @@ impl ProcessState {
             for state in ServerState::ALL {
                 let count = endpoints.iter().filter(|endpoint| endpoint.state == state).count();
                 writer.write_gauge(&[("upstream", upstream), ("state", state.label())], count as u64)?;
+            }
+        }
+        let mut writer = exposition.counter("upstream_connects", "Attempts to connect by upstream and result")?;
+        for cluster in clusters.iter() {
+            for (result, count) in ConnectResult::ALL.iter().zip(cluster.metrics().connects.values()) {
+                let labels = [("upstream", &*cluster.settings.name), ("result", result.label())];
+                writer.write_counter(&labels, count)?;
+            }
+        }
+        let mut writer = exposition.gauge("upstream_connections", "Open connections by upstream")?;
+        for cluster in clusters.iter() {
+            let open = cluster.metrics().open_connections() as u64;
+            writer.write_gauge(&[("upstream", &cluster.settings.name)], open)?;
+        }
+        let mut writer = exposition.counter(
+            "upstream_dns_lookups",
+            "Lookups of the host names of an upstream in DNS, by upstream and result",
+        )?;
+        for cluster in clusters.iter() {
+            for (result, count) in ["ok", "error"].iter().zip(cluster.metrics().lookups.values()) {
+                writer.write_counter(&[("upstream", &cluster.settings.name), ("result", result)], count)?;
             }
         }
         let mut writer = exposition

@@ -12,7 +12,7 @@ use crate::admin::current::ConfigHandle;
 use crate::admin::heartbeats::Heartbeats;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
-use crate::limiter::metrics::{LimiterMetrics, MetricFamily};
+use crate::limiter::metrics::{Counter, LimiterMetrics, MetricFamily};
 use crate::limiter::notify::{DeliveryStats, EventQueue};
 use crate::limiter::overrides::Overrides;
 use crate::limiter::prefetch::PrefetchPool;
@@ -73,6 +73,8 @@ pub struct ProcessState {
     pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
     /// Access log and trace exporter.
     pub telemetry_sinks: TelemetrySinks,
+    /// Hot restarts: 1 if a hot restart has started this process, and the number of failed ones.
+    pub hot_restarts: Arc<Counter<2>>,
     /// Start time of the process, in seconds since the Unix epoch.
     pub started_at_s: u64,
     /// Cancelled by the first SIGTERM or SIGINT, when `accept_grace` begins. A hot restart does not cancel this token,

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream as StdStream;
 use std::os::unix::process::parent_id;
 use std::process::{Child, Command, ExitStatus};
+use std::sync::Arc;
 use std::time::Duration;
 use std::{env, io};
 
@@ -18,6 +19,8 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
+
+use crate::limiter::metrics::Counter;
 
 /// Maximum time in which the new process must become ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -32,6 +35,8 @@ pub struct HotRestart {
     pub(super) sockets: Vec<StdListener>,
     /// Stops the admin listener of the old process.
     pub(super) admin_stop: CancellationToken,
+    /// See [`counter`].
+    pub(super) results: Arc<Counter<2>>,
     /// Whether the configuration was read from the standard input.
     pub(super) reads_input: bool,
 }
@@ -61,6 +66,16 @@ impl HotRestart {
     /// # Errors
     /// The new process cannot be started, or does not become ready. The old process keeps its sockets.
     pub async fn start(&self) -> Result<u32, HotRestartError> {
+        notify(&[NotifyState::Status("hot restart: starting a new process")]);
+        let started = self.try_start().await;
+        if let Err(error) = &started {
+            self.results.increment(FAILED);
+            notify(&[NotifyState::Status(&format!("{FAILED_STATUS}: {error}"))]);
+        }
+        started
+    }
+
+    async fn try_start(&self) -> Result<u32, HotRestartError> {
         if self.reads_input {
             return Err(HotRestartError::StandardInput);
         }
@@ -79,7 +94,7 @@ impl HotRestart {
 
     /// Make the new process the main process of the systemd service, and stop the admin listener of the old process.
     pub fn finish(self, child_id: u32) {
-        notify_main_pid(child_id);
+        notify(&[NotifyState::MainPid(child_id), NotifyState::Status("")]);
         self.admin_stop.cancel();
     }
 
@@ -102,6 +117,19 @@ impl HotRestart {
         drop(copies);
         child
     }
+}
+
+/// Index of failed hot restarts in the counter of results. Index 0 counts the one that has started this process.
+const FAILED: usize = 1;
+
+/// Begin of the status that systemd shows after a failed hot restart. `packaging/hot-restart` waits for it.
+const FAILED_STATUS: &str = "hot restart failed";
+
+/// Return the counter of hot restarts.
+pub(super) fn counter() -> Arc<Counter<2>> {
+    let results = Arc::<Counter<2>>::default();
+    results.add(0, is_hot_restart().into());
+    results
 }
 
 /// A child process that is killed on drop, unless [`disarm`](Self::disarm) was called.
@@ -191,11 +219,6 @@ pub(super) fn notify_reloaded() {
 /// Notify systemd that the process drains its connections and then exits.
 pub fn notify_stopping() {
     notify(&[NotifyState::Stopping]);
-}
-
-/// Notify systemd which process is the main process of the service after a hot restart.
-pub(super) fn notify_main_pid(id: u32) {
-    notify(&[NotifyState::MainPid(id)]);
 }
 
 /// Send a notification to systemd. Do nothing if the gateway does not run under systemd (`NOTIFY_SOCKET` is not set).

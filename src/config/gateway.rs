@@ -457,7 +457,7 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Metrics {
-    /// Routes with separate series, about 34 each: `"all"`, `"none"`, or a list of names. The other routes are counted
+    /// Routes with separate series, about 40 each: `"all"`, `"none"`, or a list of names. The other routes are counted
     /// together, with the label `route="other"`.
     #[schemars(extend("default" = "all"))]
     pub routes: Option<Spanned<RouteNames>>,

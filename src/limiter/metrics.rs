@@ -103,9 +103,9 @@ impl<const N: usize> Counter<N> {
 }
 
 /// Upper bounds of the buckets of [`Histogram`] in µs. An additional bucket counts longer durations.
-pub const BUCKET_BOUNDS_US: [u64; 16] = [
-    50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000,
-    30_000_000,
+pub const BUCKET_BOUNDS_US: [u64; 18] = [
+    50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
+    5_000_000, 10_000_000, 30_000_000,
 ];
 
 /// Histogram of durations.
@@ -177,7 +177,7 @@ mod tests {
             durations.observe(Duration::from_micros(us));
         }
         let (buckets, sum_us) = durations.snapshot();
-        assert_eq!((buckets[0], buckets[1], buckets[15], buckets[16]), (2, 2, 2, 1));
+        assert_eq!((buckets[0], buckets[1], buckets[17], buckets[18]), (2, 2, 2, 1));
         assert_eq!((buckets.iter().sum::<u64>(), sum_us), (7, 90_000_201));
     }
 

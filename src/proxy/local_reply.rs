@@ -30,6 +30,7 @@ use crate::payload::llm::provider::{ApiError, Provider, Retry};
 use crate::payload::llm::request::RequestError;
 use crate::proxy::admission::Answer;
 use crate::proxy::rejection::{AuthRejection, DescriptionError, InspectError, LlmError, Rejection, UnreadBody};
+use crate::telemetry::outcome::RequestOutcome;
 use crate::upstream::connector::TlsFailure;
 use crate::upstream::error::{UpstreamError, is_protocol_error};
 
@@ -38,8 +39,8 @@ const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#qu
 const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 const ABOUT_BLANK: &str = "about:blank";
 
-const BODY_TOO_LARGE: (StatusCode, &str, &str) =
-    (StatusCode::PAYLOAD_TOO_LARGE, "the request body is longer than the route allows", "body-too-large");
+const BODY_TOO_LARGE: (StatusCode, &str, RequestOutcome) =
+    (StatusCode::PAYLOAD_TOO_LARGE, "the request body is longer than the route allows", RequestOutcome::BodyTooLarge);
 
 const X_AMZN_ERRORTYPE: HeaderName = HeaderName::from_static("x-amzn-errortype");
 const X_SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
@@ -54,21 +55,21 @@ const AUTH_RETRY_AFTER_S: u64 = 1;
 const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
 impl Answer {
-    /// Return the response and its outcome, which is a single word for the access log.
-    pub fn into_response(self) -> (Box<Response<Body>>, &'static str) {
+    /// Return the response and its outcome.
+    pub fn into_response(self) -> (Box<Response<Body>>, RequestOutcome) {
         match self {
             Answer::Challenge(key_authorization) => {
                 let mut response = Box::new(Response::new(Body::full(Bytes::from(key_authorization))));
                 let headers = response.headers_mut();
                 headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
                 headers.insert(CACHE_CONTROL, NO_STORE);
-                (response, "ok")
+                (response, RequestOutcome::Ok)
             }
             Answer::Preflight(headers) => {
                 let mut response = Box::new(Response::new(Body::full(Bytes::new())));
                 *response.status_mut() = StatusCode::NO_CONTENT;
                 *response.headers_mut() = *headers;
-                (response, "preflight")
+                (response, RequestOutcome::Preflight)
             }
         }
     }
@@ -93,8 +94,8 @@ pub struct ReplyFormat<'a> {
 }
 
 impl Rejection<'_> {
-    /// Return the response and its outcome, which is a single word for the access log.
-    pub fn into_response(self, format: ReplyFormat<'_>) -> (Box<Response<Body>>, &'static str) {
+    /// Return the response and its outcome.
+    pub fn into_response(self, format: ReplyFormat<'_>) -> (Box<Response<Body>>, RequestOutcome) {
         let ReplyFormat { request_id, proxy_status, rpc_id, api, is_grpc, error_page } = format;
         let status = proxy_status.then(|| self.proxy_status());
         let page_id = error_page.and(request_id.clone());
@@ -123,21 +124,24 @@ impl Rejection<'_> {
         self,
         request_id: Option<HeaderValue>,
         api: Option<Provider>,
-    ) -> (Box<Response<Body>>, &'static str) {
+    ) -> (Box<Response<Body>>, RequestOutcome) {
         match self {
             Rejection::InvalidPath(error) => {
-                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-path")
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), RequestOutcome::BadPath)
             }
             Rejection::InvalidHost(detail) => {
-                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, detail), "bad-host")
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, detail), RequestOutcome::BadHost)
             }
             Rejection::TooManyHeaders => {
                 let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
-                (problem_response(status, ABOUT_BLANK, "the request has too many headers"), "too-many-headers")
+                (
+                    problem_response(status, ABOUT_BLANK, "the request has too many headers"),
+                    RequestOutcome::TooManyHeaders,
+                )
             }
             Rejection::UriTooLong => (
                 problem_response(StatusCode::URI_TOO_LONG, ABOUT_BLANK, "the request target is too long"),
-                "uri-too-long",
+                RequestOutcome::UriTooLong,
             ),
             Rejection::BodyTooLarge => {
                 let (status, detail, outcome) = BODY_TOO_LARGE;
@@ -145,15 +149,15 @@ impl Rejection<'_> {
             }
             Rejection::MethodNotImplemented => (
                 problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, "the gateway does not serve this method"),
-                "unsupported-method",
+                RequestOutcome::UnsupportedMethod,
             ),
             Rejection::NoWebSocket => (
                 problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, "the route does not allow WebSockets"),
-                "websocket-not-allowed",
+                RequestOutcome::WebsocketNotAllowed,
             ),
             Rejection::LowercaseMethod => (
                 problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "the method must be in upper case"),
-                "bad-method",
+                RequestOutcome::BadMethod,
             ),
             Rejection::UnsupportedTransferCoding => {
                 let detail = "the gateway supports no transfer coding except chunked";
@@ -161,23 +165,25 @@ impl Rejection<'_> {
                 // Close the connection, because the gateway cannot determine where the next request on the connection
                 // starts (RFC 9112 §6.1).
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-                (response, "unsupported-transfer-coding")
+                (response, RequestOutcome::UnsupportedTransferCoding)
             }
-            Rejection::NoRoute => {
-                (problem_response(StatusCode::NOT_FOUND, ABOUT_BLANK, "no route matches the request"), "no-route")
-            }
+            Rejection::NoRoute => (
+                problem_response(StatusCode::NOT_FOUND, ABOUT_BLANK, "no route matches the request"),
+                RequestOutcome::NoRoute,
+            ),
             Rejection::UnknownHost => {
                 let status = StatusCode::MISDIRECTED_REQUEST;
-                (problem_response(status, ABOUT_BLANK, "no route serves this host"), "unknown-host")
+                (problem_response(status, ABOUT_BLANK, "no route serves this host"), RequestOutcome::UnknownHost)
             }
             Rejection::Misdirected => {
                 let detail = "the client certificates of this host are verified in another way than those of this connection: \
                               open another connection for the host";
-                (problem_response(StatusCode::MISDIRECTED_REQUEST, ABOUT_BLANK, detail), "misdirected")
+                (problem_response(StatusCode::MISDIRECTED_REQUEST, ABOUT_BLANK, detail), RequestOutcome::Misdirected)
             }
-            Rejection::Forbidden => {
-                (problem_response(StatusCode::FORBIDDEN, ABOUT_BLANK, "the client address is not allowed"), "forbidden")
-            }
+            Rejection::Forbidden => (
+                problem_response(StatusCode::FORBIDDEN, ABOUT_BLANK, "the client address is not allowed"),
+                RequestOutcome::Forbidden,
+            ),
             Rejection::MethodNotAllowed(allowed) => {
                 let mut response = problem_response(
                     StatusCode::METHOD_NOT_ALLOWED,
@@ -187,15 +193,19 @@ impl Rejection<'_> {
                 let list = allowed.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
                 // The conversion cannot fail, because methods are tokens.
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
-                (response, "method-not-allowed")
+                (response, RequestOutcome::MethodNotAllowed)
             }
             Rejection::Auth(rejection) => auth_response(&rejection, request_id),
             Rejection::Identity(error) => {
-                let outcome = if error.is_credential_error() { "unauthenticated" } else { "no-identity" };
+                let outcome = if error.is_credential_error() {
+                    RequestOutcome::Unauthenticated
+                } else {
+                    RequestOutcome::NoIdentity
+                };
                 (identity_error_response(&error), outcome)
             }
             Rejection::InvalidCost(error) => {
-                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), RequestOutcome::BadCost)
             }
             Rejection::RateLimited { decision, rate_limits, is_grpc, max_retry_wait } => {
                 let status = rate_limits.denial_status(&decision);
@@ -204,7 +214,7 @@ impl Rejection<'_> {
                     Some(_) | None => rate_limited_response(&decision, status, is_grpc),
                 };
                 rate_limits.append_headers(response.headers_mut(), &decision);
-                (response, "rate-limited")
+                (response, RequestOutcome::RateLimited)
             }
             Rejection::Inspect(error) => {
                 let (status, outcome) = match &error {
@@ -212,9 +222,9 @@ impl Rejection<'_> {
                         UnreadBody::TooLong(_)
                         | UnreadBody::Json(JsonError::TooManyValues)
                         | UnreadBody::Form(FormError::TooManyFields),
-                    ) => (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large"),
+                    ) => (StatusCode::PAYLOAD_TOO_LARGE, RequestOutcome::BodyTooLarge),
                     InspectError::Unread(UnreadBody::NoCapacity) => {
-                        (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow")
+                        (StatusCode::SERVICE_UNAVAILABLE, RequestOutcome::BufferOverflow)
                     }
                     InspectError::Unread(
                         UnreadBody::ContentCoding
@@ -224,8 +234,8 @@ impl Rejection<'_> {
                         | UnreadBody::Form(FormError::Syntax(_)),
                     )
                     | InspectError::Ambiguous(_)
-                    | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, "bad-body"),
-                    InspectError::Tool(_) => (StatusCode::FORBIDDEN, "forbidden"),
+                    | InspectError::Rpc(_) => (StatusCode::BAD_REQUEST, RequestOutcome::BadBody),
+                    InspectError::Tool(_) => (StatusCode::FORBIDDEN, RequestOutcome::Forbidden),
                 };
                 let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
                 if status == StatusCode::SERVICE_UNAVAILABLE {
@@ -236,16 +246,16 @@ impl Rejection<'_> {
             Rejection::Llm(error) => {
                 let (status, outcome) = match &error {
                     LlmError::Body(RequestError::Body(JsonError::TooManyValues)) | LlmError::TooLong(_) => {
-                        (StatusCode::PAYLOAD_TOO_LARGE, "body-too-large")
+                        (StatusCode::PAYLOAD_TOO_LARGE, RequestOutcome::BodyTooLarge)
                     }
                     LlmError::Body(_)
                     | LlmError::ContentCoding
                     | LlmError::MediaType
                     | LlmError::HiddenUsage(_)
-                    | LlmError::BatchFile => (StatusCode::BAD_REQUEST, "bad-body"),
-                    LlmError::UnknownOperation => (StatusCode::NOT_FOUND, "unknown-operation"),
-                    LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, "reservation-too-large"),
-                    LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, "buffer-overflow"),
+                    | LlmError::BatchFile => (StatusCode::BAD_REQUEST, RequestOutcome::BadBody),
+                    LlmError::UnknownOperation => (StatusCode::NOT_FOUND, RequestOutcome::UnknownOperation),
+                    LlmError::TooLarge { .. } => (StatusCode::BAD_REQUEST, RequestOutcome::ReservationTooLarge),
+                    LlmError::NoCapacity => (StatusCode::SERVICE_UNAVAILABLE, RequestOutcome::BufferOverflow),
                 };
                 let message = error.to_string();
                 let mut response = api_response(api.unwrap_or(Provider::OpenAi), ApiError::new(status, &message));
@@ -259,7 +269,7 @@ impl Rejection<'_> {
                 let mut response =
                     problem_response_with_id(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
                 response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_AFTER_S));
-                (response, "store-unavailable")
+                (response, RequestOutcome::StoreUnavailable)
             }
             Rejection::Upstream(error) => {
                 let (status, detail, outcome) = upstream_failure(&error);
@@ -280,14 +290,14 @@ impl Rejection<'_> {
             }
             Rejection::Undescribed(error) => {
                 let (status, outcome) = match &error {
-                    DescriptionError::NotTrusted => (StatusCode::FORBIDDEN, "forbidden"),
+                    DescriptionError::NotTrusted => (StatusCode::FORBIDDEN, RequestOutcome::Forbidden),
                     DescriptionError::UnknownEndpoint | DescriptionError::OnlyPrograms => {
-                        (StatusCode::NOT_FOUND, "no-route")
+                        (StatusCode::NOT_FOUND, RequestOutcome::NoRoute)
                     }
                     DescriptionError::Header(..) | DescriptionError::Attribute(_) => {
-                        (StatusCode::BAD_REQUEST, "bad-description")
+                        (StatusCode::BAD_REQUEST, RequestOutcome::BadDescription)
                     }
-                    DescriptionError::Forged(_) => (StatusCode::BAD_REQUEST, "forged-header"),
+                    DescriptionError::Forged(_) => (StatusCode::BAD_REQUEST, RequestOutcome::ForgedHeader),
                 };
                 (problem_response(status, ABOUT_BLANK, &error.to_string()), outcome)
             }
@@ -298,17 +308,21 @@ impl Rejection<'_> {
 fn auth_response(
     AuthRejection { error, challenges }: &AuthRejection<'_>,
     request_id: Option<HeaderValue>,
-) -> (Box<Response<Body>>, &'static str) {
+) -> (Box<Response<Body>>, RequestOutcome) {
     let status = error.status();
     match error {
         AuthError::Denied(denial) => {
-            let outcome = if status == StatusCode::FORBIDDEN { "forbidden" } else { "unauthenticated" };
+            let outcome = if status == StatusCode::FORBIDDEN {
+                RequestOutcome::Forbidden
+            } else {
+                RequestOutcome::Unauthenticated
+            };
             return (denial_response(denial, challenges, error), outcome);
         }
         error if error.is_unavailable() => {
             let mut response = problem_response_with_id(status, REDUCED_CAPACITY, &error.to_string(), request_id);
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(AUTH_RETRY_AFTER_S));
-            return (response, "auth-unavailable");
+            return (response, RequestOutcome::AuthUnavailable);
         }
         _ => {}
     }
@@ -323,7 +337,7 @@ fn auth_response(
             for challenge in *challenges {
                 response.headers_mut().append(WWW_AUTHENTICATE, challenge.value(error));
             }
-            "unauthenticated"
+            RequestOutcome::Unauthenticated
         }
         StatusCode::FORBIDDEN => {
             // Add a challenge for a token without the required claim (RFC 6750 §3.1). Add none for an API key that is
@@ -332,9 +346,9 @@ fn auth_response(
                 let challenge = HeaderValue::from_static("Bearer error=\"insufficient_scope\"");
                 response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
             }
-            "forbidden"
+            RequestOutcome::Forbidden
         }
-        _ => "no-identity",
+        _ => RequestOutcome::NoIdentity,
     };
     (response, outcome)
 }
@@ -383,55 +397,61 @@ fn identity_error_response(error: &IdentityError) -> Box<Response<Body>> {
 }
 
 /// Return the status, the problem detail and the outcome for the access log.
-fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
+fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, RequestOutcome) {
     // Do not describe the cause, because clients must not see the addresses of upstreams. The log contains the cause.
     match error {
         UpstreamError::NoHealthyEndpoint { .. }
         | UpstreamError::Unresolved { .. }
-        | UpstreamError::NoAccessToken { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
-        }
+        | UpstreamError::NoAccessToken { .. } => (
+            StatusCode::SERVICE_UNAVAILABLE,
+            "the upstream has no healthy server at the moment",
+            RequestOutcome::NoHealthyUpstream,
+        ),
         UpstreamError::Overflow { .. } => (
             StatusCode::SERVICE_UNAVAILABLE,
             "all servers of the upstream are at their request limit at the moment",
-            "upstream-overflow",
+            RequestOutcome::UpstreamOverflow,
         ),
         UpstreamError::TooManyUploads { .. } => (
             StatusCode::SERVICE_UNAVAILABLE,
             "too many uploads from the network of the client are in progress",
-            "upstream-overflow",
+            RequestOutcome::UpstreamOverflow,
         ),
-        UpstreamError::Connect { .. } => {
-            (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect-failure")
-        }
+        UpstreamError::Connect { .. } => (
+            StatusCode::BAD_GATEWAY,
+            "no connection to the upstream could be made",
+            RequestOutcome::UpstreamConnectFailure,
+        ),
         UpstreamError::ConnectTimeout { .. } => {
-            (StatusCode::BAD_GATEWAY, "connecting to the upstream timed out", "upstream-connect-failure")
+            (StatusCode::BAD_GATEWAY, "connecting to the upstream timed out", RequestOutcome::UpstreamConnectFailure)
         }
         UpstreamError::Reset { .. } | UpstreamError::InvalidResponse { .. } => (
             StatusCode::BAD_GATEWAY,
             "the upstream closed the connection before its response, or sent an invalid response",
-            "upstream-reset",
+            RequestOutcome::UpstreamReset,
         ),
-        UpstreamError::UnexpectedUpgrade { .. } => {
-            (StatusCode::BAD_GATEWAY, "the upstream switched to a protocol that was not requested", "upstream-reset")
-        }
+        UpstreamError::UnexpectedUpgrade { .. } => (
+            StatusCode::BAD_GATEWAY,
+            "the upstream switched to a protocol that was not requested",
+            RequestOutcome::UpstreamReset,
+        ),
         UpstreamError::ResponseTimeout { .. } => {
-            (StatusCode::GATEWAY_TIMEOUT, "the upstream did not respond in time", "upstream-timeout")
+            (StatusCode::GATEWAY_TIMEOUT, "the upstream did not respond in time", RequestOutcome::UpstreamTimeout)
         }
         UpstreamError::RouteTimeout { .. } => {
-            (StatusCode::GATEWAY_TIMEOUT, "the request exceeded the timeout of its route", "route-timeout")
+            (StatusCode::GATEWAY_TIMEOUT, "the request exceeded the timeout of its route", RequestOutcome::RouteTimeout)
         }
         UpstreamError::ClientDeadline { .. } => (
             StatusCode::GATEWAY_TIMEOUT,
             "the upstream did not respond before the deadline of the client",
-            "client-deadline",
+            RequestOutcome::ClientDeadline,
         ),
         UpstreamError::ClientTimeout => {
-            (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")
+            (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", RequestOutcome::ClientTimeout)
         }
         UpstreamError::BodyTooLarge => BODY_TOO_LARGE,
         UpstreamError::ClientAborted(_) => {
-            (StatusCode::BAD_REQUEST, "the client aborted the request body", "client-aborted")
+            (StatusCode::BAD_REQUEST, "the client aborted the request body", RequestOutcome::ClientAborted)
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,7 @@ use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::descriptors::DescriptorRule;
 use crate::snapshot::route_action::BUFFER_DIVISOR;
+use crate::telemetry::outcome::RequestOutcome;
 use crate::upstream::error::{FailureReason, UpstreamError};
 use crate::upstream::retry::{AttemptLog, RetryReason};
 
@@ -238,6 +239,8 @@ pub struct RequestMetrics {
     pub routes: MetricFamily<ResponseStats>,
     /// Responses by route and [`COUNTED_STATUSES`].
     pub statuses: MetricFamily<StatusCounter>,
+    /// Requests by route and [`RequestOutcome`], except for `ok`. A route has no counters before the first such request.
+    pub outcomes: Arc<MetricFamily<OutcomeCounter>>,
     /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
     /// Costs of LLM requests by route and limit (see [`split_token_counter_name`]). The first counter contains reserved
@@ -346,6 +349,9 @@ pub fn split_hits_name(name: &str) -> [&str; 3] {
 /// Number of responses, for each entry of [`COUNTED_STATUSES`].
 pub type StatusCounter = Counter<{ COUNTED_STATUSES.len() }>;
 
+/// Number of requests, for each entry of [`RequestOutcome::ALL`].
+pub type OutcomeCounter = Counter<{ RequestOutcome::ALL.len() }>;
+
 /// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
@@ -374,7 +380,8 @@ impl ResponseStats {
 pub(super) struct WorkerMetrics {
     routes: Vec<RouteMetrics>,
     /// Responses to requests that match no route.
-    unmatched: (Arc<ResponseStats>, Arc<StatusCounter>),
+    unmatched: ResponseMetrics,
+    outcomes: Arc<MetricFamily<OutcomeCounter>>,
     upstreams: Vec<UpstreamMetrics>,
     descriptors: Vec<DescriptorMetrics>,
     calls: Arc<Counter<{ CallResult::ALL.len() }>>,
@@ -463,12 +470,23 @@ impl TokenMetrics {
 
 #[derive(Debug)]
 struct RouteMetrics {
-    responses: (Arc<ResponseStats>, Arc<StatusCounter>),
+    responses: ResponseMetrics,
     denied_requests: Arc<Counter<1>>,
     limits: Vec<(Arc<Counter<6>>, Arc<TopIdentities>)>,
     /// Metrics of the limits that count tokens, indexed by limit. `None` for all other limits.
     tokens: Vec<Option<TokenMetrics>>,
     mirror: Option<Arc<MirrorStats>>,
+}
+
+/// Metrics of the responses of a route.
+#[derive(Debug)]
+struct ResponseMetrics {
+    /// Name of the route. Empty if the requests match no route.
+    route: Arc<str>,
+    stats: Arc<ResponseStats>,
+    statuses: Arc<StatusCounter>,
+    /// Set by the first request with an outcome other than `ok`.
+    outcomes: OnceLock<Arc<OutcomeCounter>>,
 }
 
 impl WorkerMetrics {
@@ -528,9 +546,11 @@ impl WorkerMetrics {
         };
         let MirrorBudget(mirror_budget) = &request_metrics.mirror_budget;
         mirror_budget.resize(config.server.max_buffered / BUFFER_DIVISOR);
-        let responses = |route: &str| {
-            let stats = request_metrics.routes.get_or_create(route, worker);
-            (stats, request_metrics.statuses.get_or_create(route, worker))
+        let responses = |route: &Arc<str>| ResponseMetrics {
+            route: route.clone(),
+            stats: request_metrics.routes.get_or_create(route, worker),
+            statuses: request_metrics.statuses.get_or_create(route, worker),
+            outcomes: OnceLock::new(),
         };
         let routes = config.routes.iter();
         WorkerMetrics {
@@ -543,7 +563,8 @@ impl WorkerMetrics {
                     mirror: mirror(route),
                 })
                 .collect(),
-            unmatched: responses(""),
+            unmatched: responses(&"".into()),
+            outcomes: request_metrics.outcomes.clone(),
             descriptors: config.descriptors.rules.iter().map(descriptor_metrics).collect(),
             calls: request_metrics.calls.get_or_create("", worker),
             unmatched_descriptors: config
@@ -596,17 +617,33 @@ impl WorkerMetrics {
     }
 
     /// Record a response to a client.
-    pub(super) fn record_response(&self, route: Option<usize>, status: StatusCode, elapsed: Duration) {
-        let (stats, statuses) = self.responses(route);
-        stats.record(Some(status), elapsed);
+    pub(super) fn record_response(
+        &self,
+        route: Option<usize>,
+        status: StatusCode,
+        outcome: RequestOutcome,
+        elapsed: Duration,
+    ) {
+        let responses = self.responses(route);
+        responses.stats.record(Some(status), elapsed);
         if let Some(counted) = counted_status(status) {
-            statuses.increment(counted);
+            responses.statuses.increment(counted);
         }
+        if outcome != RequestOutcome::Ok {
+            self.record_outcome(responses, outcome);
+        }
+    }
+
+    fn record_outcome(&self, responses: &ResponseMetrics, outcome: RequestOutcome) {
+        let counter = responses.outcomes.get_or_init(|| self.outcomes.get_or_create(&responses.route, self.worker));
+        counter.increment(outcome as usize);
     }
 
     /// Record a request that the client aborted before the response.
     pub(super) fn record_aborted(&self, route: Option<usize>) {
-        self.responses(route).1.increment(ABORTED);
+        let responses = self.responses(route);
+        responses.statuses.increment(ABORTED);
+        self.record_outcome(responses, RequestOutcome::ClientAborted);
     }
 
     /// Record a request for a WebSocket on a route that does not allow WebSockets.
@@ -616,14 +653,14 @@ impl WorkerMetrics {
 
     /// Record the response to a request that the HTTP parser has rejected.
     pub(super) fn record_unparsed(&self, status: StatusCode) {
-        let (stats, statuses) = &self.unmatched;
+        let ResponseMetrics { stats, statuses, .. } = &self.unmatched;
         stats.count(Some(status));
         if let Some(counted) = counted_status(status) {
             statuses.increment(counted);
         }
     }
 
-    fn responses(&self, route: Option<usize>) -> &(Arc<ResponseStats>, Arc<StatusCounter>) {
+    fn responses(&self, route: Option<usize>) -> &ResponseMetrics {
         route.map_or(&self.unmatched, |route| &self.routes[route].responses)
     }
 

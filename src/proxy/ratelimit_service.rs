@@ -36,6 +36,7 @@ use crate::proxy::record::{DecisionRecord, decision_info, merge_decision_infos};
 use crate::proxy::request::Peer;
 use crate::snapshot::descriptors::DescriptorHeaders;
 use crate::telemetry::access_log::{AccessLog, DecisionInfo, TelemetrySinks};
+use crate::telemetry::outcome::RequestOutcome;
 use crate::telemetry::trace::TraceParent;
 
 /// Name of the service, also for health checks.
@@ -314,9 +315,9 @@ fn write_access_record(
         received_at,
         status: if decision.is_admitted { StatusCode::OK } else { StatusCode::TOO_MANY_REQUESTS },
         outcome: match decision.is_admitted {
-            true => "ok",
-            false if is_failed => "store-unavailable",
-            false => "rate-limited",
+            true => RequestOutcome::Ok.label(),
+            false if is_failed => RequestOutcome::StoreUnavailable.label(),
+            false => RequestOutcome::RateLimited.label(),
         },
         decision: info.as_ref(),
     }

@@ -30,6 +30,7 @@ use crate::telemetry::access_log::{
     AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks,
     UpstreamInfo, protocol,
 };
+use crate::telemetry::outcome::RequestOutcome;
 use crate::telemetry::trace::{TraceContext, TraceParent};
 use crate::upstream::Upstream;
 use crate::upstream::error::UpstreamError;
@@ -195,13 +196,18 @@ impl<'a> Record<'a> {
 
     /// Update the metrics, and return what has to be done at the end of the response body: settle reservations, write
     /// the access log record and release permits. Return `None` if there is nothing to do.
-    pub(super) fn finish(&mut self, status: StatusCode, outcome: &'static str, held: Held) -> Option<Box<Completion>> {
+    pub(super) fn finish(
+        &mut self,
+        status: StatusCode,
+        outcome: RequestOutcome,
+        held: Held,
+    ) -> Option<Box<Completion>> {
         self.is_finished = true;
-        self.snapshot.metrics.record_response(self.route_index, status, self.started_at.elapsed());
+        self.snapshot.metrics.record_response(self.route_index, status, outcome, self.started_at.elapsed());
         let mut log = self.log.take();
         if let Some(log) = &mut log {
             log.status = status.as_u16();
-            log.outcome = outcome;
+            log.outcome = outcome.label();
         }
         (log.is_some() || !held.is_empty()).then(|| Box::new(Completion { log, held }))
     }

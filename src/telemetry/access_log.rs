@@ -26,6 +26,7 @@ use crate::payload::llm::provider::Operation;
 use crate::payload::llm::usage::TokenUsage;
 use crate::telemetry::access_log::format::{AccessFormat, Field, FieldSet, write_terminal};
 use crate::telemetry::log::{Journald, LogSocket, Syslog, SyslogHeader, push_framed};
+use crate::telemetry::outcome::RequestOutcome;
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 
@@ -847,7 +848,7 @@ impl RequestRecord {
             selected: selects.then(|| Box::new(SelectedValues::new(fields, request))),
             reason: None,
             status: 0,
-            outcome: "ok",
+            outcome: RequestOutcome::Ok.label(),
             trace_id: trace.map(|trace| trace.trace_id).or(parent.map(|parent| parent.trace_id)),
             client: start.peer,
             route: None,
@@ -883,7 +884,7 @@ impl RequestRecord {
     /// Write the record of a request whose client closed the connection or stream before the response.
     pub fn write_aborted(mut self: Box<Self>) {
         self.status = CLIENT_CLOSED_REQUEST;
-        self.outcome = "client-aborted";
+        self.outcome = RequestOutcome::ClientAborted.label();
         self.write(0, false);
     }
 

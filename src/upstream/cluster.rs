@@ -15,10 +15,11 @@ use crate::clock::monotonic;
 use crate::http::body_limits::UsageByNetwork;
 use crate::http::headers::cookie;
 use crate::upstream::endpoint::{
-    Endpoint, EndpointAddress, LoadBalancer, PendingQueue, PickContext, RendezvousTable, RequestPermit, Rng,
+    ClusterState, Endpoint, EndpointAddress, LoadBalancer, PickContext, RendezvousTable, RequestPermit, Rng,
     endpoint_weights, hash, select_priority,
 };
 use crate::upstream::health::{Contact, Health, HealthState};
+use crate::upstream::metrics::UpstreamMetrics;
 use crate::upstream::retry::RetryBudget;
 use crate::upstream::settings::{
     EjectionSettings, HashSource, HealthSettings, LoadBalancingPolicy, StickyCookie, UpstreamSettings,
@@ -42,7 +43,7 @@ pub struct UpstreamCluster {
     round_robin_counter: AtomicU64,
     /// Retry budget of all requests that may be retried.
     pub(super) retry_budget: RetryBudget,
-    pub(super) queue: Arc<PendingQueue>,
+    pub(super) shared: ClusterState,
     /// Number of unfinished uploads of each client network.
     pub(super) uploads: Arc<UsageByNetwork>,
     /// Notifies the health checks when endpoints were added or removed.
@@ -114,25 +115,25 @@ const NEVER: u64 = u64::MAX;
 impl UpstreamCluster {
     /// Create a cluster with one endpoint per configured server.
     pub fn new(settings: Arc<UpstreamSettings>) -> Self {
-        let queue = Arc::new(PendingQueue::new(settings.max_queue));
+        let shared = ClusterState::new(settings.max_queue);
         let endpoint = |index| {
             Arc::new(Endpoint::new(
                 &settings,
                 index,
                 literal_address(&settings, index),
                 HealthState::default(),
-                queue.clone(),
+                shared.clone(),
             ))
         };
         let endpoints = (0..settings.servers.len()).map(endpoint).collect();
-        UpstreamCluster::with_endpoints(settings, endpoints, queue)
+        UpstreamCluster::with_endpoints(settings, endpoints, shared)
     }
 
     /// Create a cluster with these endpoints.
     pub(super) fn with_endpoints(
         settings: Arc<UpstreamSettings>,
         endpoints: Vec<Arc<Endpoint>>,
-        queue: Arc<PendingQueue>,
+        shared: ClusterState,
     ) -> Self {
         let endpoints = Arc::new(endpoints);
         let opened = monotonic();
@@ -146,11 +147,16 @@ impl UpstreamCluster {
             rebuild_at_ms: AtomicU64::new(NEVER),
             round_robin_counter: AtomicU64::new(0),
             retry_budget: RetryBudget::new(opened),
-            queue,
+            shared,
             uploads: Arc::default(),
             endpoints_changed: Notify::new(),
             settings,
         }
+    }
+
+    /// Return the metrics of connections and DNS lookups.
+    pub fn metrics(&self) -> &UpstreamMetrics {
+        &self.shared.metrics
     }
 
     /// Return the endpoints. Each change creates a new list.
@@ -213,7 +219,7 @@ impl UpstreamCluster {
                 // could take the load.
                 let health_state =
                     if own.is_empty() { HealthState::default() } else { HealthState::joined_at(monotonic()) };
-                Arc::new(Endpoint::new(&self.settings, index, Some(address), health_state, self.queue.clone()))
+                Arc::new(Endpoint::new(&self.settings, index, Some(address), health_state, self.shared.clone()))
             })
         };
         let members: Arc<Vec<_>> = Arc::new(others.into_iter().chain(now.into_iter().map(endpoint)).collect());
@@ -388,7 +394,7 @@ impl UpstreamCluster {
         table.usable.iter().for_each(|index| table.endpoints[*index].state.is_usable.store(true, Ordering::Relaxed));
         let next = next.map_or(NEVER, |next| next.saturating_duration_since(self.created_at).as_millis() as u64 + 1);
         self.rebuild_at_ms.store(next, Ordering::Relaxed);
-        table.usable.iter().for_each(|index| self.queue.hand_over(&table.endpoints[*index]));
+        table.usable.iter().for_each(|index| self.shared.queue.hand_over(&table.endpoints[*index]));
     }
 
     pub(super) fn lock_rebuild(&self) -> MutexGuard<'_, ()> {
@@ -419,8 +425,8 @@ impl UpstreamCluster {
     /// Create a cluster with new settings. For servers that are in both clusters, keep the endpoints with their state
     /// and requests in flight.
     pub fn from_previous(settings: Arc<UpstreamSettings>, previous: &UpstreamCluster) -> Self {
-        let queue = previous.queue.clone();
-        queue.resize(settings.max_queue);
+        let shared = previous.shared.clone();
+        shared.queue.resize(settings.max_queue);
         let known = previous.endpoints();
         let mut endpoints = Vec::new();
         for (index, server) in settings.servers.iter().enumerate() {
@@ -435,14 +441,14 @@ impl UpstreamCluster {
                     index,
                     literal_address(&settings, index),
                     health_state,
-                    queue.clone(),
+                    shared.clone(),
                 )));
             }
         }
         for removed in known.iter().filter(|known| !endpoints.iter().any(|endpoint| endpoint.is_same_as(known))) {
             removed.state.is_usable.store(false, Ordering::Relaxed);
         }
-        let mut cluster = UpstreamCluster::with_endpoints(settings, endpoints, queue);
+        let mut cluster = UpstreamCluster::with_endpoints(settings, endpoints, shared);
         cluster.uploads = previous.uploads.clone();
         // Build the load balancer, which also schedules the next rebuild for ejections and slow starts that were
         // carried over.

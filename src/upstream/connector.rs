@@ -24,42 +24,84 @@ use tracing::warn;
 use x509_parser::time::ASN1Time;
 
 use crate::tls::{Certificate, TlsError, TrustRoots};
+use crate::upstream::metrics::OpenConnection;
 
-/// Stream to an endpoint, which carries HTTP.
+/// Stream to an endpoint, which carries HTTP. It counts as an open connection until it is dropped.
 #[derive(Debug)]
-pub(super) enum UpstreamStream {
-    Tcp(TcpStream),
-    /// TLS, with the server name for log messages.
-    Tls(Box<(TlsStream<TcpStream>, ServerName<'static>)>),
+pub(super) struct UpstreamStream {
+    pub(super) stream: MaybeTlsStream,
+    pub(super) _open: Option<OpenConnection>,
 }
 
 impl UpstreamStream {
-    /// Set up a connected TCP stream. Perform the TLS handshake if `tls` is set.
-    ///
-    /// # Errors
-    /// The handshake fails.
-    pub(super) async fn handshake(stream: TcpStream, tls: Option<&EndpointTls>) -> io::Result<UpstreamStream> {
-        // Set TCP_NODELAY, because Nagle's algorithm would only delay requests, which are written in one piece.
-        stream.set_nodelay(true)?;
-        match tls {
-            None => Ok(UpstreamStream::Tcp(stream)),
-            // Box the future, because otherwise each request would reserve space for a handshake.
-            Some(tls) => {
-                Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
-            }
-        }
-    }
-
     pub(super) fn is_tls(&self) -> bool {
-        matches!(self, UpstreamStream::Tls(_))
+        matches!(self.stream, MaybeTlsStream::Tls(_))
     }
 }
 
 impl AsyncRead for UpstreamStream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for UpstreamStream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+}
+
+/// A TCP stream to an endpoint, possibly with TLS.
+#[derive(Debug)]
+pub(super) enum MaybeTlsStream {
+    Tcp(TcpStream),
+    /// TLS, with the server name for log messages.
+    Tls(Box<(TlsStream<TcpStream>, ServerName<'static>)>),
+}
+
+impl MaybeTlsStream {
+    /// Set up a connected TCP stream. Perform the TLS handshake if `tls` is set.
+    ///
+    /// # Errors
+    /// The handshake fails.
+    pub(super) async fn handshake(stream: TcpStream, tls: Option<&EndpointTls>) -> io::Result<MaybeTlsStream> {
+        // Set TCP_NODELAY, because Nagle's algorithm would only delay requests, which are written in one piece.
+        stream.set_nodelay(true)?;
+        match tls {
+            None => Ok(MaybeTlsStream::Tcp(stream)),
+            // Box the future, because otherwise each request would reserve space for a handshake.
+            Some(tls) => {
+                Ok(MaybeTlsStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
+            }
+        }
+    }
+}
+
+impl AsyncRead for MaybeTlsStream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            UpstreamStream::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
-            UpstreamStream::Tls(tls) => {
+            MaybeTlsStream::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
+            MaybeTlsStream::Tls(tls) => {
                 let (stream, name) = &mut **tls;
                 Pin::new(stream).poll_read(cx, buf).map_err(|error| TlsDiagnosis::from_read_error(error, name))
             }
@@ -67,11 +109,11 @@ impl AsyncRead for UpstreamStream {
     }
 }
 
-impl AsyncWrite for UpstreamStream {
+impl AsyncWrite for MaybeTlsStream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            UpstreamStream::Tcp(stream) => Pin::new(stream).poll_write(cx, buf),
-            UpstreamStream::Tls(tls) => Pin::new(&mut tls.0).poll_write(cx, buf).map_err(TlsDiagnosis::from_io_error),
+            MaybeTlsStream::Tcp(stream) => Pin::new(stream).poll_write(cx, buf),
+            MaybeTlsStream::Tls(tls) => Pin::new(&mut tls.0).poll_write(cx, buf).map_err(TlsDiagnosis::from_io_error),
         }
     }
 
@@ -81,8 +123,8 @@ impl AsyncWrite for UpstreamStream {
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            UpstreamStream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
-            UpstreamStream::Tls(tls) => {
+            MaybeTlsStream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+            MaybeTlsStream::Tls(tls) => {
                 Pin::new(&mut tls.0).poll_write_vectored(cx, bufs).map_err(TlsDiagnosis::from_io_error)
             }
         }
@@ -90,22 +132,22 @@ impl AsyncWrite for UpstreamStream {
 
     fn is_write_vectored(&self) -> bool {
         match self {
-            UpstreamStream::Tcp(stream) => stream.is_write_vectored(),
-            UpstreamStream::Tls(tls) => tls.0.is_write_vectored(),
+            MaybeTlsStream::Tcp(stream) => stream.is_write_vectored(),
+            MaybeTlsStream::Tls(tls) => tls.0.is_write_vectored(),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            UpstreamStream::Tcp(stream) => Pin::new(stream).poll_flush(cx),
-            UpstreamStream::Tls(tls) => Pin::new(&mut tls.0).poll_flush(cx).map_err(TlsDiagnosis::from_io_error),
+            MaybeTlsStream::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            MaybeTlsStream::Tls(tls) => Pin::new(&mut tls.0).poll_flush(cx).map_err(TlsDiagnosis::from_io_error),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            UpstreamStream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
-            UpstreamStream::Tls(tls) => Pin::new(&mut tls.0).poll_shutdown(cx),
+            MaybeTlsStream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            MaybeTlsStream::Tls(tls) => Pin::new(&mut tls.0).poll_shutdown(cx),
         }
     }
 }

@@ -143,6 +143,16 @@ fn known_addresses(servers: &[ServerRef]) -> Vec<HostAddress> {
 }
 
 impl HostEntry {
+    /// Count a lookup for each upstream that has servers with this host.
+    fn count_lookup(&self, is_failed: bool) {
+        for (index, ServerRef { cluster, .. }) in self.servers.iter().enumerate() {
+            let is_counted = self.servers[..index].iter().any(|earlier| Arc::ptr_eq(&earlier.cluster, cluster));
+            if !is_counted {
+                cluster.metrics().lookups.increment(usize::from(is_failed));
+            }
+        }
+    }
+
     async fn run(mut self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut first = Some(first);
         loop {
@@ -151,6 +161,7 @@ impl HostEntry {
                 true => resolver.lookup_srv(&self.host, self.resolve, &self.addresses).await,
                 false => resolver.lookup(&self.host, self.resolve, &ips(&self.addresses)).await,
             };
+            self.count_lookup(found.is_err());
             let wait = match found {
                 Ok(mut resolved) => {
                     pending = std::mem::take(&mut resolved.pending);

@@ -15,8 +15,9 @@ use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use crate::clock::LogThrottle;
-use crate::upstream::connector::UpstreamStream;
+use crate::upstream::connector::{MaybeTlsStream, TlsFailure, UpstreamStream};
 use crate::upstream::health::{Contact, Health, HealthState};
+use crate::upstream::metrics::{ConnectAttempt, ConnectResult, UpstreamMetrics};
 use crate::upstream::settings::{LoadBalancingPolicy, SrvTarget, UpstreamServerSettings, UpstreamSettings};
 
 /// One address of an upstream server.
@@ -45,6 +46,20 @@ pub struct EndpointAddress {
     pub target: Option<Arc<SrvTarget>>,
 }
 
+/// State that all endpoints of a cluster share. It is kept across reloads.
+#[derive(Debug, Clone)]
+pub(super) struct ClusterState {
+    pub(super) queue: Arc<PendingQueue>,
+    pub(super) metrics: Arc<UpstreamMetrics>,
+}
+
+impl ClusterState {
+    /// Create the state of a cluster whose queue has this maximum length.
+    pub(super) fn new(max_queue: usize) -> Self {
+        ClusterState { queue: Arc::new(PendingQueue::new(max_queue)), metrics: Arc::default() }
+    }
+}
+
 /// State of an endpoint that is kept across reloads.
 #[derive(Debug)]
 pub(super) struct EndpointState {
@@ -55,7 +70,7 @@ pub(super) struct EndpointState {
     pub(super) consecutive_errors: AtomicU32,
     in_flight: AtomicUsize,
     max_requests: AtomicUsize,
-    queue: Arc<PendingQueue>,
+    shared: ClusterState,
     /// Whether the load balancer sends requests to the endpoint.
     pub(super) is_usable: AtomicBool,
 }
@@ -67,7 +82,7 @@ impl Endpoint {
         index: usize,
         address: Option<EndpointAddress>,
         health_state: HealthState,
-        queue: Arc<PendingQueue>,
+        shared: ClusterState,
     ) -> Self {
         let state = EndpointState {
             health_state: Mutex::new(health_state),
@@ -75,7 +90,7 @@ impl Endpoint {
             consecutive_errors: AtomicU32::new(0),
             in_flight: AtomicUsize::new(0),
             max_requests: AtomicUsize::new(settings.max_requests),
-            queue,
+            shared,
             is_usable: AtomicBool::new(true),
         };
         Endpoint::with_state(settings, index, address, Arc::new(state))
@@ -160,7 +175,7 @@ impl Endpoint {
 
     /// Release a request permit. If requests are queued, pass the permit to the first queued request.
     pub(super) fn release(endpoint: &Arc<Endpoint>) {
-        let EndpointState { in_flight, queue, is_usable: usable, .. } = &*endpoint.state;
+        let EndpointState { in_flight, shared: ClusterState { queue, .. }, is_usable: usable, .. } = &*endpoint.state;
         in_flight.fetch_sub(1, Ordering::SeqCst);
         if !queue.is_empty() && usable.load(Ordering::Relaxed) {
             queue.hand_over(endpoint);
@@ -173,12 +188,19 @@ impl Endpoint {
     /// # Errors
     /// The connection fails, the name does not resolve, or the TLS handshake fails.
     pub(super) async fn connect(&self, proxy_header: Option<&[u8]>) -> io::Result<UpstreamStream> {
+        let attempt = ConnectAttempt::start(&self.state.shared.metrics);
         let connected = self.connect_and_handshake(proxy_header).await;
         self.health_state().contact = if connected.is_ok() { Contact::Reached } else { Contact::Failed };
-        connected
+        let result = match &connected {
+            Ok(_) => ConnectResult::Ok,
+            Err(error) if TlsFailure::from_error(error).is_some() => ConnectResult::Tls,
+            Err(_) => ConnectResult::Failed,
+        };
+        let open = attempt.finish(result);
+        connected.map(|stream| UpstreamStream { stream, _open: open })
     }
 
-    async fn connect_and_handshake(&self, proxy_header: Option<&[u8]>) -> io::Result<UpstreamStream> {
+    async fn connect_and_handshake(&self, proxy_header: Option<&[u8]>) -> io::Result<MaybeTlsStream> {
         let mut stream = match self.address {
             Some(address) => TcpStream::connect(address).await?,
             None => TcpStream::connect((&*self.server.host, self.server.port)).await?,
@@ -186,7 +208,7 @@ impl Endpoint {
         if let Some(header) = proxy_header {
             stream.write_all(header).await?;
         }
-        UpstreamStream::handshake(stream, self.server.tls.as_ref()).await
+        MaybeTlsStream::handshake(stream, self.server.tls.as_ref()).await
     }
 }
 
@@ -664,9 +686,10 @@ mod tests {
 
     #[test]
     fn permit_refused_by_a_request_that_has_ended_goes_to_the_next_one() {
-        let queue = Arc::new(PendingQueue::new(3));
+        let shared = ClusterState::new(3);
+        let queue = shared.queue.clone();
         let settings = UpstreamSettings { max_requests: 1, ..settings(&["10.0.0.1"]) };
-        let endpoint = Arc::new(Endpoint::new(&settings, 0, None, HealthState::default(), queue.clone()));
+        let endpoint = Arc::new(Endpoint::new(&settings, 0, None, HealthState::default(), shared));
         let held = Endpoint::try_acquire(&endpoint).unwrap();
         assert!(Endpoint::try_acquire(&endpoint).is_none(), "`max_requests` allows one request in flight");
         let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());

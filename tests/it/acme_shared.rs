@@ -101,7 +101,9 @@ fn three_gateways_on_one_redis_place_one_order_per_renewal() {
     });
     let metrics = ask(&gateways[0], "GET", "/metrics");
     assert!(
-        metrics.text().contains("sluicegate_tls_certificate_not_after_seconds{name=\"one.test\",source=\"acme\"} ")
+        metrics
+            .text()
+            .contains("sluicegate_tls_certificate_not_after_timestamp_seconds{name=\"one.test\",source=\"acme\"} ")
     );
     assert_eq!(pebble.orders(), 2, "{}", pebble.log());
 }

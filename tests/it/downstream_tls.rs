@@ -330,7 +330,7 @@ fn expiry_of_each_certificate_is_a_metric() {
     );
     let gateway = Gateway::start_with(&config, &files);
     let page = ask(&gateway, "/metrics");
-    let name = "sluicegate_tls_certificate_not_after_seconds";
+    let name = "sluicegate_tls_certificate_not_after_timestamp_seconds";
     let found: Vec<_> = page.text().lines().filter(|line| line.starts_with(name)).collect();
     // The certificates expire on 1 January 2098 and 2099. The numbers are the output of `date -u -d 2098-01-01 +%s`,
     // and of the same command for 2099.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::support::client::Client;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::reload::{ADMIN, ask, says, with_admin};
+use crate::support::reload::{ADMIN, ask, metric, says, with_admin};
 use crate::support::server::{Behaviour, Server};
 use crate::support::{MAX_WAIT, SetOnDrop, eventually, signal};
 
@@ -267,13 +267,83 @@ fn service_manager_is_notified_of_state_changes() {
     assert_eq!(told(), "READY=1");
     signal(&gateway.child, "USR2");
     let successor = Successor::of(&gateway);
+    assert_eq!(told(), "STATUS=hot restart: starting a new process");
     // The order of the two notifications is not defined.
     let mut both = [told(), told()];
     both.sort();
-    assert_eq!(both, [format!("MAINPID={}", successor.0), "READY=1".to_owned()]);
+    assert_eq!(both, [format!("MAINPID={}\nSTATUS=", successor.0), "READY=1".to_owned()]);
     assert_eq!(gateway.wait().code(), Some(0));
     successor.signal("TERM");
     assert_eq!(told(), "STOPPING=1", "the new process sends it, not the old one");
+}
+
+/// Metrics and the script of the packages tell whether a hot restart has succeeded. `systemctl` is replaced by a script
+/// that sends the signal, and reads the notifications as systemd does.
+#[test]
+fn result_of_a_hot_restart_is_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("notify");
+    let socket = UnixDatagram::bind(&path).unwrap();
+    let mut gateway = Gateway::start_by(&with_admin(&says("one")), |config| {
+        let mut command = binary();
+        command.arg("--config").arg(config).env("NOTIFY_SOCKET", &path);
+        command
+    });
+    let state = folder.path().join("state");
+    let write =
+        |pid: &str, status: &str| std::fs::write(&state, format!("MainPID={pid}\nStatusText={status}\n")).unwrap();
+    write(&gateway.child.id().to_string(), "");
+    let state_path = state.clone();
+    std::thread::spawn(move || {
+        let mut fields = std::collections::BTreeMap::new();
+        let mut message = [0; 4096];
+        while let Ok(length) = socket.recv(&mut message) {
+            for line in String::from_utf8_lossy(&message[..length]).lines() {
+                match line.split_once('=').unwrap() {
+                    ("MAINPID", pid) => fields.insert("MainPID", pid.to_owned()),
+                    ("STATUS", text) => fields.insert("StatusText", text.to_owned()),
+                    _ => None,
+                };
+            }
+            let before = std::fs::read_to_string(&state_path).unwrap();
+            let lines = before.lines().map(|line| {
+                let (name, value) = line.split_once('=').unwrap();
+                format!("{name}={}\n", fields.get(name).map_or(value, |value| &**value))
+            });
+            let text: String = lines.collect();
+            let next = state_path.with_extension("next");
+            std::fs::write(&next, text).unwrap();
+            std::fs::rename(next, &state_path).unwrap();
+        }
+    });
+    let systemctl = folder.path().join("systemctl");
+    let state = state.display();
+    let text = format!(
+        "#!/bin/sh\ncase $1 in\nshow) sed -n \"s/^${{2#--property=}}=//p\" {state};;\n\
+         kill) kill -USR2 $(sed -n s/^MainPID=//p {state});;\nesac\n"
+    );
+    std::fs::write(&systemctl, text).unwrap();
+    std::fs::set_permissions(&systemctl, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let counts = |gateway: &Gateway| {
+        ["ok", "error"].map(|result| metric(gateway, &format!("hot_restarts_total{{result=\"{result}\"}}")))
+    };
+    let script = || {
+        let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/packaging/hot-restart"));
+        let search = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+        let output = command.env("PATH", search).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    assert_eq!(counts(&gateway), [0.0, 0.0]);
+    gateway.put(&with_admin(&says("two").replace("respond", "respnd")));
+    let (code, error) = script();
+    assert_eq!(code, Some(1));
+    assert!(error.starts_with("sluicegate.service: hot restart failed: the new process exited before"), "{error}");
+    assert_eq!(counts(&gateway), [0.0, 1.0]);
+    gateway.put(&with_admin(&says("three")));
+    assert_eq!(script(), (Some(0), String::new()));
+    let _successor = Successor::of(&gateway);
+    assert_eq!(gateway.wait().code(), Some(0));
+    assert_eq!(counts(&gateway), [1.0, 0.0], "the counters of the new process");
 }
 
 /// Return the inodes of all sockets that listen on this address.

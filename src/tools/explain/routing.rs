@@ -268,7 +268,7 @@ pub(super) fn rejection_response(
     if let Some(cors) = cors {
         cors.apply(response.headers_mut());
     }
-    gateway_response(response, outcome, |name| {
+    gateway_response(response, outcome.label(), |name| {
         mutations.is_some_and(|mutations| is_configured(mutations, name)) && !own.iter().any(|own| own.as_str() == name)
     })
 }
@@ -279,7 +279,7 @@ pub(super) fn answer_response(answer: Answer, cors: Option<&CorsDecision<'_>>) -
     if let Some(cors) = cors {
         cors.apply(response.headers_mut());
     }
-    gateway_response(response, outcome, |_| false)
+    gateway_response(response, outcome.label(), |_| false)
 }
 
 /// Report the response to a request that the limits admit.
