@@ -39,7 +39,7 @@ pub(super) fn read(
             Err(error) => {
                 issues.push(Issue::new(span, format!("{} cannot be read: {error}", path.display())));
             }
-            Ok(file) => match utf8_text(&path, file.content) {
+            Ok(file) => match utf8_text(&path, file.content.to_vec()) {
                 Ok(text) => sources.add(path, text),
                 Err(file) => faulty.push(file),
             },

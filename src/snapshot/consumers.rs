@@ -1,7 +1,7 @@
 //! Compiles consumers files: consumers, their API keys, groups, tiers and quotas.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, btree_map};
+use std::collections::{BTreeMap, HashMap, HashSet, btree_map};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -124,9 +124,16 @@ pub(super) fn read(
     hasher: &IdentityHasher,
     environment: EnvLookup<'_>,
 ) -> Result<LoadedConsumers, FileIssues> {
+    // The values of a long file need much more memory than its consumers. A file with errors is parsed as a whole, because
+    // a message may be about two places in the file.
+    if let Some(loaded) = read_pieces(path, content, limits, hasher, environment) {
+        return Ok(loaded);
+    }
     let file = file::parse_consumers(path, content, environment)?;
     let mut compiler_issues = Vec::new();
-    let consumers = compile_consumers(&file, limits, hasher, &mut compiler_issues);
+    let mut consumers = Consumers::default();
+    let groups = Groups::compile(&file.value.group, &mut compiler_issues);
+    compile_consumers(&file, &groups, limits, hasher, &mut consumers, &mut compiler_issues);
     let mut issues = file.issues;
     issues.extend(compiler_issues.into_iter().filter(|issue| !file.unknown_keys.hide(issue)));
     let (issues, _) = resolve_issues(&file.sources, issues, file.unresolved, file.warnings, UnsetVariables::Error);
@@ -136,18 +143,80 @@ pub(super) fn read(
     file.sources.by_file(issues).into_iter().next().map_or(Ok(loaded), Err)
 }
 
+/// Minimum length of the pieces of a long file in bytes, except for the last piece.
+const PIECE_LENGTH: usize = 64 << 10;
+
+/// First line of a consumer. Pieces begin with it.
+const CONSUMER_HEADER: &str = "\n[[consumer]]\n";
+
+fn divide(text: &str) -> Vec<&str> {
+    let mut pieces = Vec::new();
+    let mut rest = text;
+    while rest.len() > PIECE_LENGTH {
+        let length = rest.floor_char_boundary(PIECE_LENGTH);
+        let Some(header) = rest[length..].find(CONSUMER_HEADER) else { break };
+        let (piece, later) = rest.split_at(length + header + 1);
+        pieces.push(piece);
+        rest = later;
+    }
+    pieces.push(rest);
+    pieces
+}
+
+/// Read a long file in pieces. Return `None` if the file is short, or has errors, warnings, or groups after the first
+/// piece. A multi-line string that contains the first line of a consumer is an error of its piece.
+fn read_pieces(
+    path: &Path,
+    content: &[u8],
+    limits: &KnownNames<'_>,
+    hasher: &IdentityHasher,
+    environment: EnvLookup<'_>,
+) -> Option<LoadedConsumers> {
+    let pieces = divide(std::str::from_utf8(content).ok()?);
+    let [first, later @ ..] = &*pieces else { return None };
+    // An array `consumer = […]` and [[consumer]] exclude each other, which the parser cannot see in pieces.
+    let (before, _) = first.split_once(&CONSUMER_HEADER[1..])?;
+    if later.is_empty() || before.contains("consumer") {
+        return None;
+    }
+    let parse = |piece: &str| file::parse_consumers(path, piece.as_bytes(), environment).ok();
+    let first = parse(first)?;
+    let mut issues = Vec::new();
+    let groups = Groups::compile(&first.value.group, &mut issues);
+    let mut consumers = Consumers::default();
+    let mut names = HashSet::<Box<str>>::new();
+    let mut has_keys = true;
+    let mut add = |file: &ParsedFile<gateway::Consumers>| {
+        compile_consumers(file, &groups, limits, hasher, &mut consumers, &mut issues);
+        for consumer in file.value.consumer.iter().map(|consumer| consumer.get_ref()) {
+            let is_new = names.insert(consumer.name.as_ref()?.get_ref().as_str().into());
+            has_keys &= consumer.keys.is_some();
+            is_new.then_some(())?;
+        }
+        let ParsedFile { issues: syntax, warnings, unresolved, .. } = file;
+        (issues.is_empty() && syntax.is_empty() && warnings.is_empty() && unresolved.is_empty()).then_some(())
+    };
+    add(&first)?;
+    for piece in later {
+        let file = parse(piece)?;
+        file.value.group.is_empty().then_some(())?;
+        add(&file)?;
+    }
+    Some(LoadedConsumers { is_incomplete: consumers.is_empty() && !has_keys, consumers })
+}
+
 fn uses_api_key(compiled: &CompiledLimit) -> bool {
     compiled.identity_spec.descriptors.contains(&Descriptor::ApiKey)
 }
 
 fn compile_consumers(
     file: &ParsedFile<gateway::Consumers>,
+    groups: &Groups<'_>,
     limits: &KnownNames<'_>,
     hasher: &IdentityHasher,
+    consumers: &mut Consumers,
     issues: &mut Vec<Issue>,
-) -> Consumers {
-    let mut consumers = Consumers::default();
-    let groups = Groups::compile(&file.value.group, issues);
+) {
     let mut names: HashMap<&String, Range<usize>> = HashMap::new();
     let ParsedFile { value, sources, unknown_keys, .. } = file;
     for written in &value.consumer {
@@ -210,7 +279,6 @@ fn compile_consumers(
             }
         }
     }
-    consumers
 }
 
 /// The groups of a consumers file by name.

@@ -321,7 +321,7 @@ pub(super) struct FileContext<'a> {
 pub(super) fn read_files(files: &[FileSnapshot], context: FileContext<'_>) -> ReadFiles {
     let mut read = ReadFiles::default();
     for file in files {
-        let text = match utf8_text(&file.path, file.content.clone()) {
+        let text = match utf8_text(&file.path, file.content.to_vec()) {
             Ok(text) => text,
             Err(faulty) => {
                 read.faulty.push(faulty);

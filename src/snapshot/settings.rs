@@ -794,6 +794,7 @@ fn tls_certificates(tls: &Spanned<gateway::StoreTls>, reader: &mut Validator<'_>
     {
         reader.push_issue(issue);
     }
-    let client_tls = own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content, client_key: key.content });
-    TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
+    let client_tls =
+        own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content.to_vec(), client_key: key.content.to_vec() });
+    TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content.to_vec()) }
 }

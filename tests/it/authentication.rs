@@ -883,3 +883,66 @@ fn replaced_keys_end_verified_tokens() {
     eventually("the new key is used", || status(&new_token) == 200);
     assert_eq!(status(&old_token), 401, "it was verified with the old key");
 }
+
+/// Return a consumers file with one key per consumer: `key-NUMBER`.
+fn many_consumers(numbers: std::ops::Range<usize>) -> String {
+    numbers.map(|number| consumers(&[(&format!("customer-{number}"), &[&plain(&format!("key-{number}"))])])).collect()
+}
+
+#[test]
+fn long_consumers_file_is_read_in_little_memory() {
+    let config = "[auth.keys]\nkind = \"api-key\"\nconsumers = \"consumers.toml\"\n\
+                  [[route]]\nname = \"r\"\npath = \"/\"\nrequire = [\"keys\"]\nrespond = { status = 200 }\n";
+    let peak = |gateway: &Gateway| {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", gateway.child.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
+    };
+    let start = |file: &str| Gateway::start_with(config, &[("consumers.toml", file)]);
+    const COUNT: usize = 20_000;
+    let group = "[[group]]\nname = \"search\"\nlevel = \"team\"\n";
+    let file = format!("{group}{}", many_consumers(0..COUNT));
+    let gateway = start(&file);
+    let small = peak(&start(&many_consumers(0..1)));
+    let large = peak(&gateway);
+    println!("{small} MiB for one consumer, {large} MiB for {COUNT}");
+    // The values of the whole file need 70 MiB.
+    assert!(large < small + 25, "{small} MiB and {large} MiB");
+    let mut client = gateway.client();
+    let status =
+        |client: &mut Client, number: usize| client.get_with("/", &[("x-api-key", &format!("key-{number}"))]).status;
+    for number in (0..COUNT).step_by(97).chain([COUNT - 1]) {
+        assert_eq!(status(&mut client, number), 200, "{number}");
+    }
+    assert_eq!(status(&mut client, COUNT), 401);
+    // Files that cannot be divided have the same consumers.
+    let text = "\n[[consumer]]\nname = \"\"\"text\n[[consumer]]\nname = \"inner\"\n\"\"\"\nkeys = []\n";
+    for other in [
+        format!("{}{group}", many_consumers(0..2000)),
+        format!("{}{text}{}", many_consumers(0..600), many_consumers(600..2000)),
+        many_consumers(0..2000).replace('\n', "\r\n"),
+        format!("# consumer\n{}", many_consumers(0..2000)),
+    ] {
+        gateway.put_file("consumers.toml", &other.replacen(&hash("key-7"), &hash("changed"), 1));
+        eventually("the file is read", || client.get_with("/", &[("x-api-key", "changed")]).status == 200);
+        assert_eq!((status(&mut client, 1_999), status(&mut client, 7)), (200, 401));
+        gateway.put_file("consumers.toml", &file);
+        eventually("the file is read", || status(&mut client, 7) == 200);
+    }
+    // Errors about two pieces name both lines.
+    let lines = file.lines().count();
+    for (added, error) in [
+        (many_consumers(5..6), "duplicate consumer `customer-5`"),
+        (many_consumers(5..6).replace("customer-5", "other"), "the consumer `customer-5` has this key already"),
+        ("[[consumer]]\nname = \"a\"\nkey = []\n".to_owned(), "unknown key `key`"),
+        ("[[consumer]]\nname = \"a\"\nkeys = [\n".to_owned(), ""),
+    ] {
+        gateway.put_file("consumers.toml", &format!("{file}{added}"));
+        let path = gateway.directory().join("gateway.toml");
+        let output = crate::support::gateway::binary().arg("check").arg("--config").arg(path).output().unwrap();
+        let report = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{report}");
+        assert!(report.contains(error), "{report}\nlacks {error}");
+        assert!((lines + 1..lines + 4).any(|line| report.contains(&format!("consumers.toml:{line}"))), "{report}");
+    }
+}
