@@ -26,7 +26,7 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 use crate::clock;
-use crate::clock::LogThrottle;
+use crate::clock::{LogThrottle, elapsed_since, monotonic};
 use crate::http::body_limits::BufferBudget;
 use crate::http::flow::ConnectionActivity;
 use crate::identity::client_cert;
@@ -175,6 +175,8 @@ impl Server {
         let server = self.clone();
         self.tasks.spawn(async move {
             let _permit = permit;
+            let accepted_at = monotonic();
+            let gateway = server.gateway.clone();
             let force_close = server.force_close.clone();
             let mut waker = SelectiveWaker::new();
             let mut force_closed = pin!(force_close.cancelled());
@@ -189,6 +191,7 @@ impl Server {
             if let Err(error) = closed.await {
                 debug!(%error, "connection ended with an error");
             }
+            gateway.memory_guard().count_end(elapsed_since(accepted_at));
         });
     }
 

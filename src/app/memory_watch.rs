@@ -9,14 +9,11 @@ use tracing::{info, warn};
 
 use crate::admin::state::ProcessState;
 use crate::clock::monotonic;
-use crate::snapshot::memory::{MEASURE_INTERVAL, MemoryGuard, MemoryLimit};
+use crate::snapshot::memory::{MEASURE_INTERVAL, MemoryGuard, MemoryLimit, SETTLING_TIME};
 
 /// Time between two measurements while less than half of the memory is used, and without a limit.
 const INTERVAL: Duration = Duration::from_millis(50);
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
-
-/// Time after which a connection is expected to use all the memory that its first request needs.
-const SETTLING_TIME: Duration = Duration::from_millis(200);
 
 /// Start the thread, which ends with the process.
 ///
@@ -48,7 +45,7 @@ fn measure(guard: &MemoryGuard, limit: Option<&MemoryLimit>, accepted: &mut VecD
     while accepted.get(1).is_some_and(|(at, _)| now.saturating_duration_since(*at) >= SETTLING_TIME) {
         accepted.pop_front();
     }
-    let new = accepted.front().map_or(0, |(_, before)| guard.accepted() - before);
+    let new = accepted.front().map_or(0, |(_, before)| guard.accepted().saturating_sub(*before));
     match (was_full, guard.set_used(used, limit, new)) {
         (false, true) => {
             warn!(used, limit, "the memory is nearly used up: new connections wait, and new requests get 503");

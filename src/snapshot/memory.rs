@@ -21,6 +21,9 @@ const BUSY_CONNECTION: u64 = 384 << 10;
 /// Time between two measurements while much memory is used.
 pub const MEASURE_INTERVAL: Duration = Duration::from_millis(10);
 
+/// Time after which a connection is expected to use all the memory that its first request needs.
+pub const SETTLING_TIME: Duration = Duration::from_millis(200);
+
 /// Time between two connections that each worker accepts while the memory is nearly used up.
 const FULL_ACCEPT_DELAY: Duration = Duration::from_millis(50);
 
@@ -132,7 +135,7 @@ pub struct MemoryGuard {
     used: AtomicU64,
     /// Number of connections that the gateway may accept until the next measurement.
     room: AtomicI64,
-    /// Number of connections that the gateway has accepted.
+    /// Number of connections that the gateway has accepted, without those that ended within [`SETTLING_TIME`].
     accepted: AtomicU64,
 }
 
@@ -140,7 +143,7 @@ impl Default for MemoryGuard {
     /// The default is a guard without a limit.
     fn default() -> Self {
         let [used, accepted] = [(); 2].map(|()| AtomicU64::default());
-        MemoryGuard { is_full: AtomicBool::default(), used, room: AtomicI64::new(i64::MAX), accepted }
+        MemoryGuard { is_full: AtomicBool::default(), used, room: AtomicI64::new(i64::MAX / 2), accepted }
     }
 }
 
@@ -170,7 +173,16 @@ impl MemoryGuard {
         self.accepted.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Return the number of connections that the gateway has accepted.
+    /// Count the end of a connection of this age. A young one makes room for another one: after a flood, the accept queue
+    /// is full of connections that their clients have already closed.
+    pub fn count_end(&self, age: Duration) {
+        if age < SETTLING_TIME {
+            self.room.fetch_add(1, Ordering::Relaxed);
+            self.accepted.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Return the number of connections that the gateway has accepted, without those that ended soon.
     pub fn accepted(&self) -> u64 {
         self.accepted.load(Ordering::Relaxed)
     }
@@ -248,6 +260,22 @@ mod tests {
             (Some(MEASURE_INTERVAL), 2),
             "room for 12, of which 10 are new"
         );
+    }
+
+    #[test]
+    fn connections_that_end_soon_make_room_for_others() {
+        let guard = MemoryGuard::default();
+        let limit = 64 << 20;
+        guard.set_used(limit / 16 * FULL_FROM - 2 * BUSY_CONNECTION, limit, 0);
+        for _ in 0..2 {
+            assert_eq!(guard.accept_delay(), None);
+            guard.count_connection();
+        }
+        assert_eq!(guard.accept_delay(), Some(MEASURE_INTERVAL), "there is room for two connections");
+        guard.count_end(SETTLING_TIME);
+        assert_eq!((guard.accept_delay(), guard.accepted()), (Some(MEASURE_INTERVAL), 2), "its memory is in `used`");
+        guard.count_end(SETTLING_TIME - Duration::from_millis(1));
+        assert_eq!((guard.accept_delay(), guard.accepted()), (None, 1));
     }
 
     #[test]

@@ -205,6 +205,7 @@ def load(name, gateway, group, message, count, tls):
         expect(group.kills() == 0, f"{name}: {group.read(2)}")
         measured += f", control group {int(group.read(1)) >> 20} of {LIMIT >> 20} MiB"
     expect(peak < LIMIT, f"{name}: {measured}")
+    expect(seconds < 8, f"{name}: service only {seconds:.1f} s after the load")
     print(f"{name}: {count} connections offered, {counts}; {measured}; service {seconds:.1f} s after the load", flush=True)
 
 
