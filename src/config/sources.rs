@@ -1,6 +1,8 @@
 //! The texts of a configuration: read the files, and find the file and the text of a span.
 
 use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -131,6 +133,32 @@ impl FileSnapshot {
     /// The file cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
         Ok(FileSnapshot { path: path.to_owned(), content: read_text(path)?.into() })
+    }
+
+    /// Read the file again. If its content is the same, this needs little memory, also for a long file.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn read_again(&self) -> io::Result<Self> {
+        if self.is_same_as(&mut BufReader::new(File::open(&self.path)?))? {
+            return Ok(self.clone());
+        }
+        FileSnapshot::read(&self.path)
+    }
+
+    /// Return whether a reader returns exactly this content, without a byte order mark.
+    fn is_same_as(&self, reader: &mut impl BufRead) -> io::Result<bool> {
+        let mut rest = &*self.content;
+        loop {
+            let part = reader.fill_buf()?;
+            if part.is_empty() {
+                return Ok(rest.is_empty());
+            }
+            let Some(later) = rest.strip_prefix(part) else { return Ok(false) };
+            let length = part.len();
+            rest = later;
+            reader.consume(length);
+        }
     }
 }
 

@@ -70,7 +70,7 @@ impl FileGroup {
     /// Create a group with a fixed list of files.
     pub(crate) fn fixed(files: Vec<FileSnapshot>, on_change: OnChange) -> Self {
         let read = |files: &[FileSnapshot]| {
-            let read = |file: &FileSnapshot| FileSnapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
+            let read = |file: &FileSnapshot| file.read_again().map_err(|error| (file.path.clone(), error));
             files.iter().map(read).collect()
         };
         FileGroup { files, read: Box::new(read), directories: BTreeSet::new(), on_change }
