@@ -157,7 +157,7 @@ fn check_loaded(
         let url = parsed.store.url.as_ref();
         let timeout = parsed.store.timeout.as_ref();
         let url = url.map(|url| url.span());
-        match check_store(servers, redis, &doctor::requirements(config, redis))? {
+        match check_store(servers, redis, &Requirements::new(config, redis))? {
             Err(error) => warnings.push(Issue { span: url, message: format!("store: {error}"), hint: None }),
             Ok(server_warnings) => {
                 warnings.extend(server_warnings.into_iter().map(|(server, Check { name, message, advice, .. })| {

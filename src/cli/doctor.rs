@@ -15,7 +15,6 @@ use crate::app::maintenance::{FetchedKeys, JwksError};
 use crate::app::quota_events;
 use crate::app::quota_events::DeliveryError;
 use crate::cli::shared::load;
-use crate::limiter::redis::RedisSettings;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::notify::{EventDestination, Webhook};
 use crate::snapshot::remote_auth::KeyUrl;
@@ -52,7 +51,7 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
     let config = &load(config_path)?;
     let mut servers = Vec::new();
     if let Some((redis, settings)) = &config.store.redis {
-        let requirements = requirements(config, settings);
+        let requirements = Requirements::new(config, settings);
         let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         match tokio_runtime.block_on(doctor::resolve_servers(redis)) {
             Ok(redis_servers) => servers
@@ -151,33 +150,6 @@ fn webhook_report((name, webhook, connected): &ConnectedWebhook<'_>) -> ServerRe
     // Do not print the path of the URL, because it may be a secret.
     let authority = webhook.url.authority();
     ServerReport { address: format!("{authority} (notify.{name})"), checks: vec![check] }
-}
-
-/// What a configuration requires of its Redis servers.
-pub(super) fn requirements(config: &CompiledConfig, settings: &RedisSettings) -> Requirements {
-    Requirements {
-        prefix: settings.prefix.clone(),
-        timeout: config.store.timeout,
-        algorithms: settings.algorithms,
-        // All limits of YAML files have the same algorithm.
-        rules: config
-            .limits
-            .values()
-            .map(|compiled| &compiled.limit)
-            .chain(config.descriptors.file_limits().map(|limit| &limit.limit).take(1))
-            .map(|limit| limit.default_variant.rule.clone())
-            .collect(),
-        can_set_overrides: config.admin.as_ref().is_some_and(|admin| admin.token.is_some()),
-        sends_events: config.limits.values().any(|compiled| compiled.limit.notify.is_some()),
-        streams: config
-            .event_destinations
-            .values()
-            .filter_map(|destination| match destination {
-                EventDestination::Stream(stream) => Some(stream.key.to_string()),
-                EventDestination::Webhook(_) => None,
-            })
-            .collect(),
-    }
 }
 
 /// Return the addresses in the displayed name of a store: the text after ` at `.

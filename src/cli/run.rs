@@ -9,7 +9,7 @@ use clap::Args;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::admin::current::{ConfigHandle, ReloadCause};
 use crate::app::hot_restart::HotRestart;
@@ -21,7 +21,8 @@ use crate::config::include::ConfigFiles;
 use crate::config::value_path::value_span;
 use crate::snapshot::CompiledConfig;
 use crate::telemetry::log;
-use crate::tools::check;
+use crate::tools::doctor::{Check, Requirements};
+use crate::tools::{check, doctor};
 
 /// Serve requests (the default command)
 ///
@@ -42,6 +43,8 @@ pub(super) fn run(config_path: &Path) -> anyhow::Result<ExitCode> {
     let app = App::open(config, &file, check::warnings_by_file).map_err(|error| with_config_line(error, &files))?;
     let config_handle = app.config_handle();
     let hot_restart = app.hot_restart()?;
+    let active = config_handle.active();
+    std::thread::Builder::new().name("permissions".to_owned()).spawn(move || warn_of_permissions(&active.config))?;
     let stop = CancellationToken::new();
     let signal_runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot watch signals")?;
@@ -71,6 +74,23 @@ pub(super) fn run(config_path: &Path) -> anyhow::Result<ExitCode> {
     app.run(&stop)?;
     info!("stopped");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Log the permissions that the user of the gateway lacks at the Redis servers. Otherwise, only a request that needs them
+/// would show it.
+fn warn_of_permissions(config: &CompiledConfig) {
+    let Some((deployment, settings)) = &config.store.redis else { return };
+    let requirements = Requirements::new(config, settings);
+    // Ignore errors: the store reports a server that it cannot reach.
+    let Ok(runtime) = tokio::runtime::Builder::new_current_thread().enable_all().build() else { return };
+    runtime.block_on(async {
+        for server in doctor::resolve_servers(deployment).await.unwrap_or_default() {
+            if let Some(check) = doctor::missing_permissions(&server, &requirements).await {
+                let Check { message, advice, .. } = check;
+                warn!(server = %server.name, permissions = %message, advice, "the Redis user lacks permissions");
+            }
+        }
+    });
 }
 
 /// The reason why the gateway cannot start, with the configuration key that the error is about.

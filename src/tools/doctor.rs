@@ -11,11 +11,13 @@ use serde::Serialize;
 use crate::clock::monotonic;
 use crate::limiter::algorithm::Rule;
 use crate::limiter::key::{Identity, IdentityHasher, Key, StateName};
-use crate::limiter::redis::RedisDeployment;
 use crate::limiter::redis::connection::ServerMode;
 use crate::limiter::redis::error::{diagnose_call, diagnose_connect, diagnose_timeout, missing_permission};
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::server::{ConnectError, RedisEndpoint as Target};
+use crate::limiter::redis::{RedisDeployment, RedisSettings};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::notify::EventDestination;
 use crate::telemetry::pluralize;
 use crate::tools::doctor::server::database_key_count;
 
@@ -81,6 +83,35 @@ pub struct Requirements {
     pub sends_events: bool,
     /// The Redis streams that receive quota events.
     pub streams: Vec<String>,
+}
+
+impl Requirements {
+    /// Return what a configuration requires of its Redis servers.
+    pub fn new(config: &CompiledConfig, settings: &RedisSettings) -> Requirements {
+        Requirements {
+            prefix: settings.prefix.clone(),
+            timeout: config.store.timeout,
+            algorithms: settings.algorithms,
+            // All limits of YAML files have the same algorithm.
+            rules: config
+                .limits
+                .values()
+                .map(|compiled| &compiled.limit)
+                .chain(config.descriptors.file_limits().map(|limit| &limit.limit).take(1))
+                .map(|limit| limit.default_variant.rule.clone())
+                .collect(),
+            can_set_overrides: config.admin.as_ref().is_some_and(|admin| admin.token.is_some()),
+            sends_events: config.limits.values().any(|compiled| compiled.limit.notify.is_some()),
+            streams: config
+                .event_destinations
+                .values()
+                .filter_map(|destination| match destination {
+                    EventDestination::Stream(stream) => Some(stream.key.to_string()),
+                    EventDestination::Webhook(_) => None,
+                })
+                .collect(),
+        }
+    }
 }
 
 /// The results of the checks for one server.
@@ -181,6 +212,16 @@ pub async fn examine(server: &RedisServer, requirements: &Requirements) -> Serve
     // Ignore the abort, because the report already contains its cause.
     let _ = run_checks(server, requirements, &mut report).await;
     report
+}
+
+/// Check whether the user of the gateway has the permissions that the limits need. Return the check if some are missing.
+/// Return `None` as well if the gateway does not log in with the name of a user, who would have all permissions, or if
+/// the server cannot be asked.
+pub async fn missing_permissions(server: &RedisServer, requirements: &Requirements) -> Option<Check> {
+    server.client.get_connection_info().redis_settings().username()?;
+    let mut connection = DiagnosticConnection::open(&server.client).await.ok()?;
+    let check = server::check_permissions(&mut connection, server, requirements).await.ok()?;
+    (check.status == Status::Failed).then_some(check)
 }
 
 /// Run the checks that `sluicegate check` needs: round trip, persistence of overrides and cluster coverage. Return the
