@@ -26,6 +26,8 @@ mod conditions;
 mod configuration;
 #[path = "../fuzz/targets/credentials.rs"]
 mod credentials;
+#[path = "../fuzz/targets/descriptor_file.rs"]
+mod descriptor_file;
 #[path = "../fuzz/targets/field_writer.rs"]
 mod field_writer;
 #[path = "../fuzz/targets/form.rs"]
@@ -913,6 +915,18 @@ fn imports_of_ratelimit() {
     let examples: [&[u8]; 2] =
         [include_bytes!("import/ratelimit/edge.yaml"), include_bytes!("import/ratelimit/configmap.yaml")];
     fuzz("imports of envoyproxy/ratelimit", &examples, &YAML_TOKENS, import::ratelimit);
+}
+
+#[test]
+fn descriptor_files() {
+    let all_keys: &[u8] = b"domain: edge\ndescriptors:\n- key: user\n  value: a*\n  value_to_metric: true\n  share_threshold: true\n  \
+        metadata: {a: {b: [1, true]}}\n  descriptors:\n  - key: path\n    detailed_metric: true\n    quota_mode: true\n    rate_limit:\n      \
+        name: n\n      unit: week\n      requests_per_unit: 4\n      replaces: [{name: m}]\n- key: free\n  shadow_mode: true\n  \
+        rate_limit: {unlimited: true}\n---\ndomain: edge\ndescriptors: []\n";
+    let examples: [&[u8]; 2] = [include_bytes!("import/ratelimit/edge.yaml"), all_keys];
+    let words =
+        ["domain: a\n", "rate_limit:", "unit: second", "requests_per_unit: 0", "unlimited: true", "replaces:", "*"];
+    fuzz("files of envoyproxy/ratelimit", &examples, &[&YAML_TOKENS[..], &words].concat(), descriptor_file::run);
 }
 
 #[test]

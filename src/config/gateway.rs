@@ -77,8 +77,8 @@ pub struct Config {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct RateLimitFiles {
-    /// YAML file of envoyproxy/ratelimit, or a directory with such files (`*.yaml`, `*.yml`), relative to the directory
-    /// of this file. Each document has the descriptors of one domain. When a file changes, the gateway reloads the
+    /// YAML file of envoyproxy/ratelimit, or a directory with such files (`*.yaml`, `*.yml`, also in directories below it),
+    /// relative to the directory of this file. Each document has the descriptors of one domain. When a file changes, the gateway reloads the
     /// configuration.
     pub configuration: Option<Text>,
     /// True: all descriptors of a call are one decision, which charges all of them or none. False: each descriptor is
@@ -99,6 +99,10 @@ pub struct RateLimitFiles {
     /// Count the limits of the YAML, but deny no request, as if each descriptor had `shadow_mode: true`.
     #[schemars(extend("default" = false))]
     pub shadow: Option<Spanned<bool>>,
+    /// Treat each descriptor of the YAML as if it had `quota_mode: true`: a call is denied only if all of them are over
+    /// their limits.
+    #[schemars(extend("default" = false))]
+    pub quota_mode: Option<Spanned<bool>>,
     /// Names of the headers that tell clients the state of the limit that denies the request or is nearest to do so: `{
     /// limit = "RateLimit-Limit", remaining = "RateLimit-Remaining", reset = "RateLimit-Reset" }`. The values are its
     /// `requests_per_unit`, the remaining requests and the seconds until they are available again. Default: only

@@ -72,7 +72,6 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("GRPC_UDS", "use GRPC_HOST and GRPC_PORT: a Unix socket cannot be served"),
     ("GRPC_CLIENT_TLS_SAN", "use a CA of its own for the clients, with GRPC_CLIENT_TLS_CACERT"),
     ("REDIS_TLS_SKIP_HOSTNAME_VERIFICATION", "name Redis in REDIS_URL by a name of its certificate"),
-    ("QUOTA_MODE", "set `quota_mode` in the descriptors"),
 ];
 
 /// Variable that lets health checks succeed before the management server has sent descriptors.
@@ -414,6 +413,7 @@ impl Variables<'_> {
         }
         for (name, key) in [
             ("SHADOW_MODE", "shadow"),
+            ("QUOTA_MODE", "quota_mode"),
             ("RESPONSE_DYNAMIC_METADATA", "dynamic_metadata"),
             ("MERGE_DOMAIN_CONFIG", "merge_domains"),
         ] {

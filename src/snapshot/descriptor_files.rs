@@ -68,7 +68,8 @@ pub struct DescriptorFiles {
 }
 
 impl DescriptorFiles {
-    /// Read a file, or the `*.yaml` and `*.yml` files of a directory.
+    /// Read a file, or the `*.yaml` and `*.yml` files of a directory and of the directories in it, without those whose name
+    /// starts with a dot.
     ///
     /// # Errors
     /// The directory or a file cannot be read. The error contains its path.
@@ -78,14 +79,23 @@ impl DescriptorFiles {
         if !path.is_dir() {
             return Ok(vec![read(path)?]);
         }
-        let entries = fs::read_dir(path).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-        let paths = entries.map_err(|error| of_path(path, error))?.into_iter().map(|entry| entry.path());
-        let is_yaml = |path: &PathBuf| {
-            let extension = path.extension().and_then(|extension| extension.to_str());
-            let is_hidden = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
-            matches!(extension, Some("yaml" | "yml")) && !is_hidden && path.is_file()
-        };
-        let paths: BTreeSet<_> = paths.filter(is_yaml).collect();
+        let mut paths = BTreeSet::new();
+        let mut directories = vec![path.to_owned()];
+        while let Some(directory) = directories.pop() {
+            let entries = fs::read_dir(&directory).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+            for entry in entries.map_err(|error| of_path(&directory, error))? {
+                let path = entry.path();
+                if entry.file_name().to_string_lossy().starts_with('.') {
+                    continue;
+                }
+                match path.extension().and_then(|extension| extension.to_str()) {
+                    // Do not follow symbolic links to directories, which may form a cycle.
+                    _ if entry.file_type().is_ok_and(|kind| kind.is_dir()) => directories.push(path),
+                    Some("yaml" | "yml") if path.is_file() => drop(paths.insert(path)),
+                    _ => {}
+                }
+            }
+        }
         paths.iter().map(|path| read(path)).collect()
     }
 }
@@ -297,6 +307,8 @@ pub(super) struct ReadFiles {
 pub struct FileOptions {
     /// Whether no limit denies requests.
     shadow: bool,
+    /// Whether all limits are quotas, of which only all together deny a call.
+    quota_mode: bool,
     /// Whether several documents may have the same domain.
     merges_domains: bool,
 }
@@ -304,7 +316,11 @@ pub struct FileOptions {
 impl FileOptions {
     pub(super) fn new(config: &RateLimitFiles) -> Self {
         let is_set = |key: &Option<Spanned<bool>>| key.as_ref().is_some_and(|value| *value.get_ref());
-        FileOptions { shadow: is_set(&config.shadow), merges_domains: is_set(&config.merge_domains) }
+        FileOptions {
+            shadow: is_set(&config.shadow),
+            quota_mode: is_set(&config.quota_mode),
+            merges_domains: is_set(&config.merge_domains),
+        }
     }
 }
 
@@ -511,7 +527,7 @@ impl FileReader<'_, '_> {
         path.keys.push(key.into());
         let options = LimitOptions {
             is_shadow: self.flag(node, "shadow_mode") || self.context.options.shadow,
-            is_quota: self.flag(node, "quota_mode"),
+            is_quota: self.flag(node, "quota_mode") || self.context.options.quota_mode,
             is_detailed: self.flag(node, "detailed_metric"),
             metadata: self.metadata(node),
         };

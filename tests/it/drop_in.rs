@@ -283,10 +283,11 @@ fn grpc_over_tls_requires_the_client_certificate() {
 
 #[test]
 fn faulty_variables_are_reported_and_the_printed_configuration_is_valid() {
-    let output = binary().arg("ratelimit").env("BACKEND_TYPE", "memcache").env("QUOTA_MODE", "true").output().unwrap();
+    let output =
+        binary().arg("ratelimit").env("BACKEND_TYPE", "memcache").env("GRPC_UDS", "/run/r.sock").output().unwrap();
     let report = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{report}");
-    for text in ["BACKEND_TYPE is `memcache`", "use Redis: set BACKEND_TYPE=redis", "QUOTA_MODE is not supported"] {
+    for text in ["BACKEND_TYPE is `memcache`", "use Redis: set BACKEND_TYPE=redis", "GRPC_UDS is not supported"] {
         assert!(report.contains(text), "{report}");
     }
 
@@ -331,4 +332,42 @@ fn health_checks_fail_while_the_process_stops() {
     eventually("health checks over gRPC fail", || health(&client) == ServingStatus::NotServing);
     assert_eq!(call(&client, "a").overall_code(), Code::Ok, "calls are still answered");
     assert_eq!(post(&gateway, &json_of("a")).status, 200);
+}
+
+#[test]
+fn nested_directories_and_the_global_quota_mode_are_those_of_the_reference() {
+    let redis = Redis::start();
+    let nested = |root: &Path, name: &str| {
+        let path = root.join("ratelimit/config").join(name);
+        create_dir_all(path.parent().unwrap()).unwrap();
+        path
+    };
+    let domain = |name: &str| yaml(1).replace("edge", name);
+    let gateway = Gateway::start_by("", |path| {
+        let root = path.parent().unwrap();
+        write(nested(root, "edge.yaml"), yaml(1)).unwrap();
+        write(nested(root, "teams/search/one.yml"), domain("deep")).unwrap();
+        write(nested(root, "teams/.git/two.yaml"), domain("hidden")).unwrap();
+        write(nested(root, "teams/notes.txt"), "no descriptors").unwrap();
+        symlink(".", nested(root, "cycle")).unwrap();
+        ratelimit(root, &redis, &[("QUOTA_MODE", "true"), ("USE_PROMETHEUS", "false")])
+    });
+    let client = Grpc::connect(gateway.address);
+    let decide = |domain: &str, users: &[&str]| {
+        let descriptors = users.iter().flat_map(|user| request(user).descriptors).collect();
+        let request = RateLimitRequest { domain: domain.to_owned().into(), descriptors, hits_addend: 0 };
+        client.call(METHOD, &request, &[("grpc-timeout", "10S")]).message::<RateLimitResponse>().overall_code()
+    };
+    assert_eq!((decide("deep", &["a"]), decide("deep", &["a"])), (Code::Ok, Code::OverLimit));
+    assert_eq!((decide("hidden", &["a"]), decide("hidden", &["a"])), (Code::Ok, Code::Ok), "the file is not read");
+    // With QUOTA_MODE, a call is denied only if all its descriptors are over their limits.
+    assert_eq!(decide("edge", &["a"]), Code::Ok);
+    assert_eq!(decide("edge", &["a", "b"]), Code::Ok, "`b` admits the call");
+    assert_eq!(decide("edge", &["a", "b"]), Code::OverLimit);
+    let added = gateway.directory().join("ratelimit/config/teams/later.yaml");
+    write(added, domain("later")).unwrap();
+    eventually("the new file is read", || {
+        decide("later", &["a"]);
+        decide("later", &["a"]) == Code::OverLimit
+    });
 }

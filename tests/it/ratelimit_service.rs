@@ -13,6 +13,7 @@ use sluicegate::payload::envoy::{
 };
 
 use crate::support::certificates::{Authority, NOW, Pair, tls};
+use crate::support::frames::{DATA, END_HEADERS, END_STREAM, HEADERS, Http2, block, frame};
 use crate::support::gateway::Gateway;
 use crate::support::grpc::{Grpc, framed};
 use crate::support::redis::Redis;
@@ -865,6 +866,34 @@ fn descriptors_are_independent_without_atomic() {
     assert_eq!(metadata(&response, &["hitsAddend"]), Some(Kind::Number(2.0).into()));
     let long = client.ask(&request(&[descriptor(&[("all", &"x".repeat(20_000))])]));
     assert_eq!((long.overall_code(), metadata(&long, &["descriptors"])), (Admitted, None), "a long call");
+}
+
+#[test]
+fn client_that_reads_no_responses_is_no_longer_read() {
+    const CALLS: usize = 200_000;
+    let redis = Redis::start();
+    let gateway = Gateway::start(&format!("{}{LISTENER}{CONFIG}", redis.store()));
+    let client = Grpc::connect(gateway.address);
+    assert_eq!(client.answer(&[descriptor(&[("generic_key", "other")])]).0, Admitted);
+    let before = gateway.memory();
+    let body = framed(&request(&[descriptor(&[("generic_key", "other")])]).encode_to_vec());
+    let headers = block("POST", METHOD, &[("content-type", "application/grpc")]);
+    let mut deaf = Http2::connect(gateway.address, &[]);
+    deaf.stream.set_write_timeout(Some(Duration::from_secs(2))).unwrap();
+    // Each write fails when the buffers of both sides are full.
+    let sent = (0..CALLS).take_while(|index| {
+        let stream = 2 * *index as u32 + 1;
+        let call = [frame(HEADERS, END_HEADERS, stream, &headers), frame(DATA, END_STREAM, stream, &body)].concat();
+        deaf.send(&call).is_ok()
+    });
+    let sent = sent.count();
+    assert!(sent < CALLS, "the gateway still reads after {sent} calls");
+    for _ in 0..50 {
+        assert_eq!(client.answer(&[descriptor(&[("generic_key", "other")])]).0, Admitted);
+    }
+    let grown = gateway.memory().saturating_sub(before);
+    println!("{sent} calls without reading, {} KiB", grown >> 10);
+    assert!(grown < 64 << 20, "{grown} bytes");
 }
 
 #[test]
