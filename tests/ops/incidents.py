@@ -4,10 +4,13 @@ must show the cause. The rules are those of ops/alerts.yml with shorter times.
     incidents.py BINARY PROMETHEUS FOLDER
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +32,8 @@ HEALTHY = """
 [admin]
 address = "127.0.0.1:0"
 token = "{token}"
+[server]
+workers = 2
 [log]
 access = "off"
 [store]
@@ -181,6 +186,26 @@ class Prometheus:
         print(f"incident: {name} {label}".rstrip())
 
 
+@contextlib.contextmanager
+def stopped(process, name):
+    """Stop a thread of a child process with ptrace(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    seize, interrupt, detach, wall = 0x4206, 0x4207, 17, 0x40000000
+    tasks = pathlib.Path(f"/proc/{process}/task").iterdir()
+    thread = next(int(task.name) for task in tasks if (task / "comm").read_text().strip() == name)
+
+    def trace(request):
+        expect(libc.ptrace(request, thread, None, None) == 0, f"ptrace {request:#x}: {os.strerror(ctypes.get_errno())}")
+
+    trace(seize)
+    trace(interrupt)
+    os.waitpid(thread, wall)
+    try:
+        yield
+    finally:
+        trace(detach)
+
+
 def command(*arguments):
     done = subprocess.run([BINARY, *arguments], capture_output=True, text=True)
     return done.stdout + done.stderr
@@ -217,7 +242,14 @@ def main():
             (folder / "gateway.toml").write_text(text.replace("quota", "quotta"))
             prometheus.wait_for_alert(healthy, "SluicegateReloadRejected")
             expect_in("unknown key `quotta`", command("status", "--admin", gateway.admin))
+            gateway.process.send_signal(signal.SIGUSR2)
+            prometheus.wait_for_alert(healthy, "SluicegateHotRestartFailed")
             (folder / "gateway.toml").write_text(text)
+
+            with stopped(gateway.process.pid, "worker-1"):
+                prometheus.wait_for_alert(healthy, "SluicegateWorkerStalled")
+                expect_in("stalled", command("probe", "--admin", gateway.admin))
+            wait_for("the worker runs again", lambda: "ready" in command("probe", "--admin", gateway.admin))
 
             subprocess.run(["redis-cli", "-p", str(port), "CONFIG", "SET", "maxmemory", "1"], check=True, capture_output=True)
             prometheus.wait_for_alert(healthy, "SluicegateStoreRejectsWrites")
