@@ -191,15 +191,19 @@ pub struct App {
 /// Returns the warnings about a configuration, by file. The last argument is the time since the Unix epoch.
 pub type Lint = fn(&ParsedFile<Config>, &CompiledConfig, Duration) -> Vec<FileIssues>;
 
-/// Log the warnings about a configuration.
-fn log_warnings(files: &[FileIssues]) {
+/// Log the warnings about a configuration. Return them for the admin API.
+fn log_warnings(files: &[FileIssues]) -> Arc<[String]> {
+    let mut texts = Vec::new();
     for file in files {
         let path = file.display_path();
         for issue in file.redacted_issues() {
             let line = issue.position(&file.text).map(|(line, _)| line);
             warn!(file = %path, line, hint = issue.hint, "{}", issue.message);
+            let line = line.map_or_else(String::new, |line| format!(":{line}"));
+            texts.push(format!("{path}{line}: {}", issue.message));
         }
     }
+    texts.into()
 }
 
 impl App {
@@ -210,7 +214,7 @@ impl App {
     /// An address cannot be bound, the access log cannot be opened, or the trace exporter cannot be started.
     pub fn open(config: CompiledConfig, file: &ParsedFile<Config>, lint: Lint) -> Result<Self, AppError> {
         settings::raise_soft_limit();
-        log_warnings(&lint(file, &config, Duration::from_micros(clock::unix_us())));
+        let warnings = log_warnings(&lint(file, &config, Duration::from_micros(clock::unix_us())));
         let max_connections = config.server.max_connections;
         let max_files = settings::hard_limit();
         if max_connections as u64 > max_files {
@@ -259,6 +263,7 @@ impl App {
         let acme = config.acme.as_ref().map(AcmeClient::open).transpose()?;
         let config = Arc::new(config);
         let (config_handle, reload_requests) = ConfigHandle::new(config.clone());
+        config_handle.set_warnings(warnings);
         let config_handle = Arc::new(config_handle);
         let watcher = file_watcher::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
@@ -316,6 +321,7 @@ impl App {
         let active = self.config_handle.active();
         maintenance.set_config(&active.config, &active.clusters).map_err(AppError::Worker)?;
         let startup_message = self.startup_message();
+        let example = self.example_command();
         let (event_queue, queued_events) = EventQueue::new();
         let entries = self.config.store.denial_cache;
         let denial_cache =
@@ -351,6 +357,7 @@ impl App {
             event_queue: Arc::new(event_queue),
             delivery_stats: Arc::default(),
             telemetry_sinks: self.sinks,
+            example,
             hot_restarts: self.hot_restarts,
             started_at_s: clock::unix_us() / 1_000_000,
             stopping: self.stopping,
@@ -426,9 +433,29 @@ impl App {
     /// Return the log message for the time when all workers serve requests: the addresses, and a command to try.
     fn startup_message(&self) -> String {
         let config = &self.config;
-        let schemes = config.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
-        let addresses: Vec<_> =
-            self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
+        let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
+        let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
+        let example = self.example_command().map_or(String::new(), |command| format!("; try: {command}"));
+        format!(
+            "sluicegate {} listens on {}; {admin}store: {}; {}, {}{example}",
+            env!("CARGO_PKG_VERSION"),
+            self.urls().join(", "),
+            config.store.name,
+            pluralize(config.routes.len() as u64, "route"),
+            pluralize(config.limits.len() as u64, "limit"),
+        )
+    }
+
+    /// Return the URLs of the listeners.
+    fn urls(&self) -> Vec<String> {
+        let listeners = self.addresses.iter().zip(&self.config.listeners);
+        let scheme = |listener: &Listener| if listener.tls.is_some() { "https" } else { "http" };
+        listeners.map(|(address, listener)| format!("{}://{address}", scheme(listener))).collect()
+    }
+
+    /// Return a command that sends a request. `None` if no listener serves routes.
+    fn example_command(&self) -> Option<String> {
+        let config = &self.config;
         let mut routes = config.routes.iter().filter(|route| !route.path_pattern.is_regex());
         let example = routes.clone().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
         let example = example.or(routes.next());
@@ -436,20 +463,9 @@ impl App {
         let example = example.map_or("/", |route| &route.path);
         // For the example URL in the log, use the part of the path pattern before its first parameter.
         let example = example.split('{').next().unwrap_or("/");
-        let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
-        let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
         let serves_routes = |listener: &Listener| listener.protocol == ListenerProtocol::Http;
-        let first = config.listeners.iter().position(serves_routes);
-        let first =
-            first.map_or(String::new(), |index| format!("; try: curl -i {method}{}{example}", addresses[index]));
-        format!(
-            "sluicegate {} listens on {}; {admin}store: {}; {}, {}{first}",
-            env!("CARGO_PKG_VERSION"),
-            addresses.join(", "),
-            config.store.name,
-            pluralize(config.routes.len() as u64, "route"),
-            pluralize(config.limits.len() as u64, "limit"),
-        )
+        let first = config.listeners.iter().position(serves_routes)?;
+        Some(format!("curl -i {method}{}{example}", self.urls()[first]))
     }
 }
 

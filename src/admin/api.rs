@@ -160,7 +160,7 @@ impl Endpoint {
             Operation::Status => Ok(show_status(context)),
             Operation::Config => Ok(config_view(context)),
             Operation::Reload => Ok(reload(context).await),
-            Operation::Live => context.event_stream.subscribe(context.state.admin_stop.clone(), context.connection),
+            Operation::Live => context.event_stream.subscribe(context.state, context.connection),
             Operation::Top => top_identities(context, query),
             Operation::Identities => identities::identity_statuses(context, query).await,
             Operation::Usage => usage(context, query).await,

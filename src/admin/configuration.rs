@@ -33,6 +33,8 @@ struct ConfigView {
     last_error: Option<LastError>,
     /// The files whose newest content is not in use.
     rejected_files: Vec<RejectedFile>,
+    /// The warnings about the configuration, each with its file and line.
+    warnings: Vec<String>,
     /// The configuration as JSON. It contains the tables of included files. Secrets are redacted.
     configuration: Value,
 }
@@ -98,6 +100,7 @@ pub(super) fn config_view(context: &ApiContext<'_>) -> AdminResponse {
         reloads: ReloadCounts { ok, error },
         last_error,
         rejected_files: rejected_files(context),
+        warnings: context.state.config_handle.warnings().to_vec(),
         configuration,
     };
     json_response(StatusCode::OK, &view)

@@ -149,6 +149,8 @@ pub struct ConfigHandle {
     rejected_files: Mutex<BTreeMap<(FileKind, PathBuf), ReloadFailure>>,
     /// The configuration files as they were at the last attempt to load them.
     last_attempt: Mutex<ConfigFiles>,
+    /// The warnings about the active configuration.
+    warnings: Mutex<Arc<[String]>>,
     reloads: AtomicU64,
     failures: AtomicU64,
 }
@@ -165,11 +167,19 @@ impl ConfigHandle {
             active_since_us: clock::unix_us(),
             last_change: ConfigChange::default(),
         });
-        let (received, last_failure, rejected_files, reloads, failures) = Default::default();
-        (
-            ConfigHandle { received, active, requests, last_failure, rejected_files, last_attempt, reloads, failures },
-            receiver,
-        )
+        let (received, last_failure, rejected_files, warnings, reloads, failures) = Default::default();
+        let handle = ConfigHandle {
+            received,
+            active,
+            requests,
+            last_failure,
+            rejected_files,
+            last_attempt,
+            warnings,
+            reloads,
+            failures,
+        };
+        (handle, receiver)
     }
 
     /// Return the active configuration.
@@ -228,6 +238,16 @@ impl ConfigHandle {
     /// Return the failure of the last reload, or `None` if it succeeded.
     pub fn last_failure(&self) -> Option<ReloadFailure> {
         lock(&self.last_failure).clone()
+    }
+
+    /// Set the warnings about the active configuration.
+    pub fn set_warnings(&self, warnings: Arc<[String]>) {
+        *lock(&self.warnings) = warnings;
+    }
+
+    /// Return the warnings about the active configuration.
+    pub fn warnings(&self) -> Arc<[String]> {
+        lock(&self.warnings).clone()
     }
 
     /// Record whether the newest content of a file is in use.

@@ -24,7 +24,8 @@ use crate::admin::response::{AdminResponse, ApiError, Result, format_rfc3339};
 use crate::admin::state::{ProcessState, ReadinessReport};
 use crate::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
-use crate::proxy::metrics::{LimitDecision, STATUS_CLASSES, split_token_counter_name};
+use crate::proxy::metrics::{COUNTED_STATUSES, LimitDecision, STATUS_CLASSES, split_token_counter_name};
+use crate::telemetry::outcome::RequestOutcome;
 
 /// Maximum number of concurrent subscribers: a quarter of the maximum number of connections of the admin listener, so
 /// that connections remain for health checks and metrics.
@@ -52,6 +53,8 @@ struct HistoryEvent<'a> {
     interval_window_seconds: u64,
     intervals: &'a VecDeque<PeriodStats>,
     limit_intervals: Vec<LimitIntervals<'a>>,
+    /// A command that sends a request to the gateway. `None` if no listener serves routes.
+    example: Option<&'a str>,
 }
 
 /// Numbers of allowed and denied decisions of a limit, one pair for each element of `intervals`.
@@ -68,6 +71,10 @@ struct SecondEvent<'a> {
     /// The interval that ended with this second, or `None` if no interval ended.
     interval: Option<PeriodStats>,
     connections: ConnectionCounts,
+    /// Responses since the start of the process, for the statuses of `http_responses_total`.
+    statuses: BTreeMap<&'static str, u64>,
+    /// Responses to requests that match no route, since the start of the process.
+    unmatched: u64,
     routes: Vec<RouteRequestCounts<'a>>,
     upstreams: Vec<UpstreamRequestCounts<'a>>,
     limits: Vec<LimitDecisionCounts<'a>>,
@@ -89,6 +96,8 @@ struct LimitDecisionCounts<'a> {
     /// Quota unit, such as `requests`.
     unit: &'a str,
     shadow: bool,
+    /// What the limit does while the store is unavailable: `local`, `allow` or `deny`.
+    on_store_error: &'static str,
     /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
     /// Settled cost of LLM requests since the start of the process, or `None` if the limit does not count LLM tokens.
@@ -105,6 +114,10 @@ struct RouteRequestCounts<'a> {
     allowed: u64,
     denied: u64,
     errors: u64,
+    /// The errors that have their cause in the gateway or its store, not in the upstream.
+    gateway_errors: u64,
+    /// 95th percentile of the time to the response headers in the last 10 to 20 s.
+    p95_ms: Option<f32>,
 }
 
 /// Requests to an upstream since the start of the process. `errors` counts 5xx responses and requests without a
@@ -121,6 +134,8 @@ struct UpstreamRequestCounts<'a> {
 struct ConfigStatus {
     loaded_at: String,
     last_error_at: Option<String>,
+    /// Number of files whose newest content is not in use.
+    rejected_files: usize,
 }
 
 /// A client that reads the event stream.
@@ -152,7 +167,7 @@ impl EventStream {
             let (second, interval) = history.tick(state);
             if self.events.receiver_count() > 0 {
                 // Ignore the error of `send`, which means that the last subscriber has disconnected.
-                let _ = self.events.send(second_event(second, interval, &history.limit_intervals, state));
+                let _ = self.events.send(second_event(second, interval, &history, state));
             }
         }
     }
@@ -161,11 +176,7 @@ impl EventStream {
     ///
     /// # Errors
     /// The maximum number of clients already read the stream. The status is 503.
-    pub(super) fn subscribe(
-        &self,
-        admin_stop: CancellationToken,
-        connection: &Arc<AdminConnection>,
-    ) -> Result<AdminResponse> {
+    pub(super) fn subscribe(&self, state: &ProcessState, connection: &Arc<AdminConnection>) -> Result<AdminResponse> {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
             let detail =
                 format!("{MAX_SUBSCRIBERS} clients already read /api/live, which is the maximum: close a dashboard");
@@ -184,10 +195,12 @@ impl EventStream {
                 interval_window_seconds: INTERVAL.as_secs() * HISTORY_INTERVALS as u64,
                 intervals: &history.intervals,
                 limit_intervals: limits.map(|(limit, decisions)| LimitIntervals { limit, decisions }).collect(),
+                example: state.example.as_deref(),
             };
             let first = Some(format_event("history", &history_event));
             let events = self.events.subscribe();
             let connection = connection.clone();
+            let admin_stop = state.admin_stop.clone();
             Subscriber { first, events, admin_stop, connection, _permit: permit }
         };
         let events = StreamBody::new(stream::unfold(subscriber, Subscriber::next));
@@ -236,12 +249,7 @@ async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
 }
 
 /// Format a `second` event: the metrics of a second, and the state of the process at the end of the second.
-fn second_event(
-    second: PeriodStats,
-    interval: Option<PeriodStats>,
-    limit_intervals: &BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
-    state: &ProcessState,
-) -> Bytes {
+fn second_event(second: PeriodStats, interval: Option<PeriodStats>, history: &History, state: &ProcessState) -> Bytes {
     let active = state.config_handle.active();
     let decisions = LimitDecisions::take(state);
     let mut settled = BTreeMap::<String, u64>::new();
@@ -255,11 +263,14 @@ fn second_event(
         quota: limit.default_variant.quota.to_string(),
         unit: &limit.unit,
         shadow: limit.shadow,
+        on_store_error: limit.on_store_error.label(),
         decisions: LimitDecision::ALL.iter().map(|kind| kind.label()).zip(decisions.of(name)).collect(),
         settled: settled.get(name).copied(),
-        interval: interval.and_then(|_| limit_intervals.get(name)?.back().copied()),
+        interval: interval.and_then(|_| history.limit_intervals.get(name)?.back().copied()),
     });
     let responses: BTreeMap<_, _> = state.request_metrics.routes.all().into_iter().collect();
+    let outcomes: BTreeMap<_, _> = state.request_metrics.outcomes.all().into_iter().collect();
+    let [older, _] = &history.route_starts;
     let denials: BTreeMap<_, _> = state.request_metrics.denied_requests.all().into_iter().collect();
     let routes = active.config.routes.iter().map(|route| {
         let workers = responses.get(&*route.name).into_iter().flatten();
@@ -270,7 +281,13 @@ fn second_event(
         // Use `saturating_sub`, because the gateway counts a denial shortly before the response to the same request.
         // Until it counts the response, `denied + errors` may exceed the number of responses.
         let allowed = classes.iter().sum::<u64>().saturating_sub(denied + errors);
-        RouteRequestCounts { route: &route.name, allowed, denied, errors }
+        let workers = outcomes.get(&*route.name).into_iter().flatten();
+        let by_outcome = RequestOutcome::ALL.iter().zip(sum_counts(workers.map(|counter| counter.values())));
+        let gateway_errors = by_outcome.filter(|(outcome, _)| outcome.is_gateway_error()).map(|(_, count)| count).sum();
+        let workers = responses.get(&*route.name).into_iter().flatten();
+        let latency = sum_buckets(workers.map(|responses| &responses.latency));
+        let p95_ms = older.get(&route.name).and_then(|earlier| quantile(&difference(&latency, earlier), 0.95));
+        RouteRequestCounts { route: &route.name, allowed, denied, errors, gateway_errors, p95_ms }
     });
     let responses: BTreeMap<_, _> = state.request_metrics.upstreams.all().into_iter().collect();
     let upstreams = active.config.upstreams.iter().map(|upstream| {
@@ -279,11 +296,19 @@ fn second_event(
         let errors = classes[SERVER_ERROR] + classes[STATUS_CLASSES.len()];
         UpstreamRequestCounts { upstream: &upstream.name, requests: classes.iter().sum(), errors }
     });
+    let counters = state.request_metrics.statuses.all();
+    let counts = sum_counts(counters.iter().flat_map(|(_, workers)| workers).map(|counter| counter.values()));
+    let statuses = COUNTED_STATUSES.into_iter().zip(counts).filter(|(_, count)| *count > 0).collect();
+    let routes_metrics = state.request_metrics.routes.all();
+    let unmatched = routes_metrics.iter().filter(|(name, _)| name.is_empty()).flat_map(|(_, workers)| workers);
+    let unmatched = sum_counts(unmatched.map(|responses| responses.status_classes.values())).iter().sum();
     let (open, max) = state.connection_limits.open_and_max();
     let second_event = SecondEvent {
         second,
         interval,
         connections: ConnectionCounts { open, max },
+        statuses,
+        unmatched,
         routes: routes.collect(),
         upstreams: upstreams.collect(),
         limits: limits.collect(),
@@ -291,6 +316,7 @@ fn second_event(
         configuration: ConfigStatus {
             loaded_at: format_rfc3339(active.active_since_us),
             last_error_at: state.config_handle.last_failure().map(|failure| format_rfc3339(failure.failed_at_us)),
+            rejected_files: state.config_handle.rejected_files().len(),
         },
     };
     format_event("second", &second_event)
@@ -317,6 +343,9 @@ const HISTORY_INTERVALS: usize = 360;
 /// Maximum number of limits with a history. If there are more limits, only the first ones in alphabetical order have a
 /// history. This maximum bounds the memory: each history takes 3 KiB.
 const MAX_LIMIT_HISTORIES: usize = 64;
+
+/// Maximum number of routes with a 95th percentile, which bounds the memory: each takes 300 bytes.
+const MAX_ROUTE_LATENCIES: usize = 512;
 
 /// Number of intervals that `/api/status` adds up: one minute.
 const RECENT_INTERVALS: usize = 6;
@@ -395,7 +424,12 @@ struct History {
     /// Allowed and denied decisions by limit. Each list is as long as `intervals`.
     limit_intervals: BTreeMap<Box<str>, VecDeque<[u32; 2]>>,
     last_decisions: LimitDecisions,
+    /// Latencies by route at the starts of the last two intervals, older first.
+    route_starts: [RouteLatencies; 2],
 }
+
+/// Latencies by route since the start of the process.
+type RouteLatencies = BTreeMap<Arc<str>, Buckets>;
 
 impl History {
     /// Create an empty history that starts now.
@@ -412,6 +446,7 @@ impl History {
             last_interval: snapshot,
             limit_intervals: BTreeMap::new(),
             last_decisions: decisions,
+            route_starts: [RouteLatencies::new(), RouteLatencies::new()],
         }
     }
 
@@ -423,6 +458,15 @@ impl History {
             let active = state.config_handle.active();
             let names = active.config.listed_limits().into_keys();
             self.add_limit_interval(names, LimitDecisions::take(state));
+            let routes = active.config.routes.iter().map(|route| route.name.clone()).take(MAX_ROUTE_LATENCIES);
+            let responses: BTreeMap<_, _> = state.request_metrics.routes.all().into_iter().collect();
+            let latencies = routes.map(|route| {
+                let workers = responses.get(&*route).into_iter().flatten();
+                let latency = sum_buckets(workers.map(|responses| &responses.latency));
+                (route, latency)
+            });
+            self.route_starts.rotate_left(1);
+            self.route_starts[1] = latencies.collect();
         }
         (second, interval)
     }
@@ -508,9 +552,6 @@ impl CounterSnapshot {
     }
 
     fn diff(&self, previous: &CounterSnapshot) -> PeriodStats {
-        let difference = |current: &Buckets, earlier: &Buckets| {
-            std::array::from_fn(|index| current[index].saturating_sub(earlier[index]))
-        };
         let requests = difference(&self.request_latency, &previous.request_latency);
         PeriodStats {
             at_ms: unix_us() / 1000,
@@ -525,6 +566,10 @@ impl CounterSnapshot {
             store_p99_ms: quantile(&difference(&self.round_trips, &previous.round_trips), 0.99),
         }
     }
+}
+
+fn difference(current: &Buckets, earlier: &Buckets) -> Buckets {
+    std::array::from_fn(|index| current[index].saturating_sub(earlier[index]))
 }
 
 fn sum_buckets<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> Buckets {
@@ -658,7 +703,7 @@ mod history_tests {
         buckets[0] = 100; // up to 0.05 ms
         assert_eq!(quantile(&buckets, 0.5), Some(0.05));
         assert_eq!(quantile(&buckets, 0.99), Some(0.99));
-        buckets[16] = 1000;
+        buckets[18] = 1000;
         assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "a quantile above the last bound is the last bound");
     }
 }

@@ -73,6 +73,8 @@ pub struct ProcessState {
     pub delivery_stats: Arc<MetricFamily<DeliveryStats>>,
     /// Access log and trace exporter.
     pub telemetry_sinks: TelemetrySinks,
+    /// A command that sends a request to the gateway. `None` if no listener serves routes.
+    pub example: Option<String>,
     /// Hot restarts: 1 if a hot restart has started this process, and the number of failed ones.
     pub hot_restarts: Arc<Counter<2>>,
     /// Start time of the process, in seconds since the Unix epoch.

@@ -135,7 +135,7 @@ impl Reloader {
         // Omit the field if no key has changed.
         let changed = Some(diff::summary(&applied.differences)).filter(|changed| !changed.is_empty());
         info!(file = %path, routes, limits, upstreams, changed, "configuration reloaded");
-        log_warnings(&applied.warnings);
+        self.state.config_handle.set_warnings(log_warnings(&applied.warnings));
     }
 
     /// Load and activate the configuration.

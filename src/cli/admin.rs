@@ -49,7 +49,7 @@ pub(super) struct LimitIdentity {
 /// An identity.
 #[derive(Debug, Args)]
 pub(super) struct IdentityArgs {
-    /// Value of each part of the limit's `by`, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
+    /// Value of each part of the limit's `by`, such as api-key=CONSUMER; or an IP address; or the hash that `top` shows
     #[arg(required = true, value_name = "PART=VALUE")]
     identity: Vec<String>,
 }
@@ -122,9 +122,10 @@ impl IdentityArgs {
                 bail!("name the identity by its hash alone, or by PART=VALUE for each of its parts")
             }
             Some(pair) => Ok(pair),
+            None if argument.parse::<IpAddr>().is_ok() => Ok(("ip", &**argument)),
             None => bail!(
-                "name the identity by PART=VALUE for each of its parts, for example {}, or by its hash",
-                example_part(argument)
+                "name the identity by PART=VALUE for each of its parts, for example api-key=CONSUMER, or by \
+                 its hash"
             ),
         });
         pairs.collect()
@@ -139,13 +140,6 @@ impl IdentityArgs {
             }
         })
     }
-}
-
-/// Return the PART=VALUE that an argument without `=` probably means. Repeat only IP addresses, because any other
-/// argument may be an API key.
-fn example_part(argument: &str) -> String {
-    let address = argument.parse::<IpAddr>().ok();
-    address.map_or_else(|| "api-key=CONSUMER".to_owned(), |address| format!("ip={address}"))
 }
 
 /// Return the suffix that names the unit of a quota, such as ` tokens`. The suffix is empty if the unit is requests.

@@ -18,7 +18,7 @@ use crate::cli::admin::{
 /// Show the usage of an identity, without charging it
 #[derive(Debug, Args)]
 #[command(after_help = examples![
-    "sluicegate inspect ip=192.0.2.7",
+    "sluicegate inspect 192.0.2.7",
     "sluicegate inspect --limit rate api-key=acme --cost 5",
 ])]
 pub(super) struct Arguments {

@@ -162,6 +162,10 @@ impl<W: Write> Page<'_, W> {
                 writeln!(self.out, "    {}", printable(&json!(line)))?;
             }
         }
+        let style = AnsiColor::Yellow.on_default();
+        for warning in as_list(&config["warnings"]) {
+            writeln!(self.out, "  {style}warning{style:#}: {}", printable(warning))?;
+        }
         for file in as_list(&config["rejected_files"]) {
             let failed = self.age(&file["time"]);
             let style = AnsiColor::Red.on_default();

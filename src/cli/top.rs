@@ -1,9 +1,11 @@
 //! `sluicegate top`: the most frequently denied clients of the running gateway.
 
 use std::io;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::process::ExitCode;
+use std::thread;
+use std::time::Duration;
 
 use clap::Args;
 use http::Method;
@@ -29,6 +31,9 @@ pub(super) struct Arguments {
     /// Show at most this many clients per limit
     #[arg(long, value_name = "N", default_value_t = 10)]
     count: u64,
+    /// Print the table again every 2 seconds, until Ctrl-C
+    #[arg(long, conflicts_with = "json")]
+    watch: bool,
 }
 
 pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
@@ -36,9 +41,24 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
     let count = arguments.count.to_string();
     let mut query = vec![("count", &*count)];
     query.extend(arguments.limit.iter().map(|limit| ("limit", &**limit)));
-    let response = client.request(Method::GET, &request_target("/api/top", &query), None)?;
-    arguments.target.print(&response, |out| write_top(&response, out))
+    let target = request_target("/api/top", &query);
+    loop {
+        let response = client.request(Method::GET, &target, None)?;
+        if arguments.watch && io::stdout().is_terminal() {
+            // Clear the terminal (ECMA-48: CUP and ED).
+            write!(io::stdout(), "\x1b[H\x1b[2J")?;
+        }
+        let code = arguments.target.print(&response, |out| write_top(&response, out))?;
+        if !arguments.watch {
+            return Ok(code);
+        }
+        io::stdout().flush()?;
+        thread::sleep(WATCH_INTERVAL);
+    }
 }
+
+/// Time between two requests of `--watch`.
+const WATCH_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Write a response of `/api/top`.
 fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {

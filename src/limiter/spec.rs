@@ -144,6 +144,17 @@ pub enum OnStoreError {
     Deny,
 }
 
+impl OnStoreError {
+    /// Return the word in the configuration.
+    pub fn label(self) -> &'static str {
+        match self {
+            OnStoreError::Local => "local",
+            OnStoreError::Allow => "allow",
+            OnStoreError::Deny => "deny",
+        }
+    }
+}
+
 impl LimitSpec {
     /// Create a limit without tiers, wait queue and prefetching. The limit counts requests, denies requests over the
     /// quota, is announced in responses, and falls back to its local share if the store fails. To change these

@@ -121,6 +121,19 @@ impl RequestOutcome {
         RequestOutcome::ClientAborted,
     ];
 
+    /// Return whether the response has a 5xx status because of the gateway or its store, not because of the upstream.
+    pub fn is_gateway_error(self) -> bool {
+        matches!(
+            self,
+            RequestOutcome::StoreUnavailable
+                | RequestOutcome::AuthUnavailable
+                | RequestOutcome::BufferOverflow
+                | RequestOutcome::UnsupportedMethod
+                | RequestOutcome::UnsupportedTransferCoding
+                | RequestOutcome::WebsocketNotAllowed
+        )
+    }
+
     /// Return the word.
     pub fn label(self) -> &'static str {
         match self {

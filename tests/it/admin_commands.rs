@@ -154,7 +154,13 @@ fn errors_of_admin_commands_are_one_sentence() {
             1,
             "name the identity by PART=VALUE for each of its parts, for example api-key=CONSUMER, or by its hash",
         ),
-        (&["inspect", "--admin", &admin, "--limit", "one", "192.0.2.7"], TOKEN, 1, "for example ip=192.0.2.7, or"),
+        (
+            &["inspect", "--admin", &admin, "--limit", "one", "192.0.2.7"],
+            TOKEN,
+            1,
+            "limit `one` counts by header:x-id, not by `ip`",
+        ),
+        (&["inspect", "--admin", &admin, "::1"], TOKEN, 0, ""),
         (&["inspect", "--admin", &admin, "sg_live_secret"], TOKEN, 1, "for example api-key=CONSUMER, or"),
         (&["inspect", "--admin", &admin, "acme_live_secret"], TOKEN, 1, "for example api-key=CONSUMER, or"),
         (
@@ -227,4 +233,35 @@ fn errors_of_admin_commands_are_one_sentence() {
     assert!(output(&open, &["top"]).contains("no denials"));
     let output = run(&open, &["reset", "--limit", "one", "header:x-id=alice"]);
     assert!(String::from_utf8(output.stderr).unwrap().contains("set admin.token"));
+}
+
+#[test]
+fn top_is_printed_again_while_it_is_watched() {
+    use std::io::{BufRead, BufReader};
+    let gateway = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port())));
+    let mut command = binary();
+    command.args(["top", "--watch", "--admin", &format!("http://{}", gateway.admin())]);
+    let mut watch = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
+    for _ in 0..2 {
+        assert_eq!(lines.next().unwrap(), "no denials in the last 5 minutes: net, one");
+    }
+    // The command ends when its output is closed.
+    drop(lines);
+    assert!(watch.wait().unwrap().code().is_some());
+}
+
+#[test]
+fn probe_prints_the_report_of_the_gateway_as_json() {
+    let gateway = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port())));
+    let admin = format!("http://{}", gateway.admin());
+    let probe = |arguments: &[&str]| {
+        let output = binary().arg("probe").args(arguments).output().unwrap();
+        (output.status.code(), serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap())
+    };
+    let (code, report) = probe(&["--admin", &admin, "--json"]);
+    assert_eq!((code, &report["ok"], &report["status"]), (Some(0), &true.into(), &"ready".into()), "{report}");
+    assert_eq!(report["report"]["store"]["name"], "memory", "{report}");
+    let (code, report) = probe(&["--url", &admin, "--live", "--json"]);
+    assert_eq!((code, &report["ok"], &report["status"]), (Some(0), &true.into(), &"ok".into()), "{report}");
 }

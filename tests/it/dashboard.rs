@@ -89,11 +89,16 @@ fn event_of_a_second_has_its_requests_and_decisions() {
         let decisions = &limit["decisions"];
         assert_eq!((&limit["limit"], &limit["quota"]), (&name.into(), &"3/3650d".into()), "{limit}");
         assert_eq!((&decisions["allowed"], &decisions["denied"]), (&3.into(), &2.into()), "{limit}");
-        assert_eq!(limit["shadow"], false, "{limit}");
+        assert_eq!((&limit["shadow"], &limit["on_store_error"]), (&false.into(), &"local".into()), "{limit}");
     }
     // For each route and each upstream, the event contains the number of requests since the start of the gateway.
-    assert_eq!(last["routes"][0], json!({ "route": "hello", "allowed": 3, "denied": 2, "errors": 0 }), "{last}");
-    assert_eq!(last["routes"][1], json!({ "route": "gone", "allowed": 0, "denied": 0, "errors": 1 }), "{last}");
+    let [hello, gone] = [("hello", [3, 2, 0]), ("gone", [0, 0, 1])].map(|(route, [allowed, denied, errors])| {
+        json!({ "route": route, "allowed": allowed, "denied": denied, "errors": errors, "gateway_errors": 0, "p95_ms": null })
+    });
+    assert_eq!((&last["routes"][0], &last["routes"][1]), (&hello, &gone), "{last}");
+    assert_eq!(last["statuses"], json!({ "404": 1, "429": 2, "502": 1 }), "{last}");
+    assert_eq!(last["unmatched"], 1, "{last}");
+    assert_eq!(before["example"], format!("curl -i http://{}/hello", gateway.address));
     assert_eq!(last["upstreams"], json!([{ "upstream": "gone", "requests": 1, "errors": 1 }]), "{last}");
     let timed: Vec<_> = seconds.iter().filter(|second| !second["p50_ms"].is_null()).collect();
     assert!(!timed.is_empty(), "{seconds:?}");
@@ -318,4 +323,52 @@ fn settled_costs_are_listed_for_the_identity_of_each_limit() {
         let limit = limits.iter().find(|limit| limit["limit"] == by).unwrap();
         assert_eq!(limit["identities"][0]["parts"], json!({ by: value }), "{limits:?}");
     }
+}
+
+#[test]
+fn errors_of_the_gateway_are_told_apart_from_those_of_the_upstream() {
+    let gateway = Gateway::start(&with_admin(
+        "[store]\nurl = \"redis://127.0.0.1:1\"\n[limit.l]\nby = \"ip\"\nquota = \"9/s\"\non_store_error = \"deny\"\n\
+         [upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+         [[route]]\nname = \"both\"\npath = \"/both\"\nupstream = \"gone\"\n\
+         [[route]]\nname = \"checked\"\npath = \"/checked\"\nlimits = [\"l\"]\nupstream = \"gone\"\n",
+    ));
+    let (_, mut events) = Events::follow(&gateway, &[HERE]);
+    events.next().unwrap();
+    eventually("the store is down", || ask(&gateway, "/readyz").json()["status"] == "degraded");
+    for _ in 0..3 {
+        assert_eq!((gateway.get("/both").status, gateway.get("/checked").status), (502, 503));
+    }
+    // The percentile of a route needs the end of an interval of 10 s.
+    let mut seconds = (0..60).map(|_| {
+        gateway.get("/both");
+        events.second()
+    });
+    let last = seconds.find(|last| !last["routes"][0]["p95_ms"].is_null()).expect("a percentile");
+    let [both, checked] = [0, 1].map(|index| &last["routes"][index]);
+    assert_eq!(both["gateway_errors"], 0, "{last}");
+    assert_eq!((&checked["errors"], &checked["gateway_errors"]), (&3.into(), &3.into()), "{last}");
+    assert!(both["p95_ms"].as_f64() > Some(0.0), "{last}");
+    assert_eq!(last["limits"][0]["on_store_error"], "deny", "{last}");
+}
+
+#[test]
+fn warnings_about_the_configuration_are_listed() {
+    // `check` warns about a redirect that leads to the same route.
+    let warned = "[[route]]\nname = \"r\"\npath = \"/r/{*x}\"\nredirect = { to = \"/r/x/{x}\" }\n";
+    let gateway = Gateway::start(&with_admin(warned));
+    let warnings = || ask(&gateway, "/api/config").json()["warnings"].as_array().unwrap().clone();
+    assert!(
+        warnings()
+            .iter()
+            .any(|warning| warning.as_str().unwrap().contains("gateway.toml:")
+                && warning.to_string().contains("redirect")),
+        "{:?}",
+        warnings()
+    );
+    let fine = "[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
+    gateway.put(&with_admin(fine));
+    eventually("the warnings about the routes end", || {
+        !warnings().iter().any(|warning| warning.to_string().contains("redirect"))
+    });
 }

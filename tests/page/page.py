@@ -189,6 +189,8 @@ def flow(browser):
     chips = browser.text(f"{lane} .chips").split("\n")
     expect(chips == ["per-user", "in-all", "on-trial (shadow)"], f"the limits are in the order of the route: {chips}")
     expect("responds with 200" in browser.text(f"{lane} .target"), "the gateway responds itself")
+    browser.until("errors are told by status", lambda: re.search(r"502/s\s+[1-9]", browser.text("#codes dl")))
+    browser.until("the route has its p95", lambda: "p95" in browser.text(f"{lane} .target"))
     browser.until("errors are told at the upstream", lambda: re.search(
         r"api\s.*errors", browser.text("#lanes [data-key=gone] .target"), re.S))
     sizes = browser.run("return [...document.querySelectorAll(arguments[0] + ' .pipe')]"
@@ -201,7 +203,7 @@ return import('/flow.js').then(({ showFlow }) => {
   const routes = Array.from({ length: 8 }, (_, index) => ({ name: `r${index}`, path: '/', upstream: { api: 3, other: 1 } }));
   const totals = new Map(routes.map(({ name }, index) => [name, index]));
   const show = () => {
-    showFlow(routes, { rates: new Map(), totals, upstreams: {}, shadow: new Set() });
+    showFlow(routes, { rates: new Map(), totals, latencies: new Map(), upstreams: {}, shadow: new Set() });
     return [[...document.querySelectorAll('#lanes .route b')].map((name) => name.innerText), document.querySelector('#more-routes').innerText];
   };
   const few = show();
@@ -223,7 +225,7 @@ def time_range(browser):
     def shown():
         return [browser.run("return document.querySelector('#rates .times').innerText.split('\\n')[0]"),
                 browser.text("#requests figcaption")]
-    expect(shown() == ["−15 min", "Requests per second, last 15 minutes"], shown())
+    expect(shown() == ["−5 min", "Requests per second, last 5 minutes"], shown())
     widths = {}
     for minutes, text in [("60", "hour"), ("5", "5 minutes")]:
         browser.run("document.querySelector(`#range input[value='${arguments[0]}']`).click()", minutes)
@@ -494,6 +496,7 @@ def main():
         url, admin = gateway.urls[0], gateway.admin
         signing_in(browser, admin)
         browser.picture(pictures / "signed-in.png")
+        browser.until("a first request is suggested", lambda: "curl -i http" in browser.text("#first-run"))
         loads = [
             load(f"{url}/open", 20000),
             load(f"{url}/hello/world", 20000, "-H", "x-user-id: alice"),

@@ -1,6 +1,6 @@
 // The traffic flow: one row per route, with its requests, its limits and its upstream.
 
-import { find, formatNumber, make, setText } from "./dom.js";
+import { find, formatMs, formatNumber, make, setText } from "./dom.js";
 
 /** Maximum number of routes that are shown until the user clicks the button for all routes. */
 const SHOWN_ROUTES = 6;
@@ -59,9 +59,10 @@ function updateChips(list, limits, shadow) {
 
 /**
  * Show the routes, the busiest ones first. `rates` contains the requests per second of each route by outcome, `totals`
- * the number of requests of each route since the start of the gateway.
+ * the number of requests of each route since the start of the gateway, `latencies` the p95 of each route in ms. Errors of
+ * the gateway itself belong to the box of the limits, the other errors to the box of the upstream.
  */
-export function showFlow(routes, { rates, totals, upstreams, shadow }) {
+export function showFlow(routes, { rates, totals, latencies, upstreams, shadow }) {
   const list = find("#lanes");
   const sorted = routes.length > SHOWN_ROUTES
     ? routes.toSorted((a, b) => (totals.get(b.name) ?? 0) - (totals.get(a.name) ?? 0))
@@ -76,20 +77,22 @@ export function showFlow(routes, { rates, totals, upstreams, shadow }) {
     old.delete(route.name);
     if (list.children[index] !== lane) list.insertBefore(lane, list.children[index] ?? null);
     const [source, before, gate, after, target] = lane.children;
-    const { allowed, denied, errors } = rateOf(route.name);
+    const { allowed, denied, errors, gateway_errors: own = 0 } = rateOf(route.name);
+    const ofUpstream = Math.max(0, errors - own);
     setText(source.children[0], route.name);
     setText(source.children[1], describeMatch(route));
     setText(source.children[2], `${formatNumber(allowed + denied + errors)}/s`);
     updatePipe(before, [allowed, errors, denied], maximum);
     updateChips(gate.children[0], route.limits ?? [], shadow);
     gate.classList.toggle("open", !route.limits?.length);
-    setText(gate.children[1], denied ? `${formatNumber(denied)}/s denied` : "");
-    updatePipe(after, [allowed, errors], maximum);
+    setText(gate.children[1], [denied && `${formatNumber(denied)}/s denied`, own && `${formatNumber(own)}/s errors`].filter(Boolean).join(", "));
+    updatePipe(after, [allowed, ofUpstream], maximum);
     const { name, state, kind } = describeTarget(route, upstreams);
     setText(target.children[0], name);
-    setText(target.children[1], state);
+    const p95 = latencies.get(route.name);
+    setText(target.children[1], p95 == null ? state : `${state}, p95 ${formatMs(p95)}`);
     target.children[1].className = `state ${kind}`;
-    setText(target.children[2], errors ? `${formatNumber(errors)}/s errors` : "");
+    setText(target.children[2], ofUpstream ? `${formatNumber(ofUpstream)}/s errors` : "");
   });
   for (const lane of old.values()) lane.remove();
   const more = find("#more-routes");

@@ -8,11 +8,18 @@ const HASH = /^[0-9a-f]{32}$/i;
 /** Maximum number of top denied identities that are shown. */
 const SHOWN_DENIED = 10;
 
-/** Parse the identity field into query parameters: a hash, or PART=VALUE pairs whose values may contain spaces. */
+/** An IPv4 or IPv6 address. The gateway rejects what is not one. */
+const ADDRESS = /^(\d+\.\d+\.\d+\.\d+|[0-9a-f]*:[0-9a-f:.]*)$/i;
+
+/** Parse the identity field into query parameters: a hash, an address, or PART=VALUE pairs whose values may contain spaces. */
 function parseIdentity(limit, text) {
   const parameters = new URLSearchParams(limit ? { limit } : {});
   if (HASH.test(text)) {
     parameters.set("identity", text);
+    return parameters;
+  }
+  if (ADDRESS.test(text)) {
+    parameters.set("ip", text);
     return parameters;
   }
   for (const pair of text.split(/\s+(?=[^\s=]+=)/)) {
@@ -127,8 +134,11 @@ export async function showTopDenied() {
   denied.sort((a, b) => b.denied_at_most - a.denied_at_most);
   const shown = denied.slice(0, SHOWN_DENIED);
   // If the store is unavailable, show the identities without their usage.
-  const usages = await Promise.all(shown.map(({ limit, identity }) =>
-    getUsage(new URLSearchParams({ limit, identity })).then(([usage]) => usage, () => null)));
+  // The gateway knows the tier of a client from the parts of its identity, not from the hash of several parts.
+  const isKnown = (parts) => Object.values(parts).every((value) => value != null);
+  const usages = await Promise.all(shown.map(({ limit, identity, parts }) =>
+    getUsage(new URLSearchParams(isKnown(parts) ? { limit, ...parts } : { limit, identity }))
+      .then(([usage]) => usage, () => null)));
   updateTable(find("#denied table"), shown.map((each, index) => {
     const { limit, shadow, identity, denied_at_least, denied_at_most } = each;
     const [client, usage] = [clientName(each.parts), usages[index]];

@@ -2,7 +2,7 @@
 
 import { clearToken, hasToken, isValidToken, request, storeToken, subscribe, token } from "./api.js";
 import { chart } from "./chart.js";
-import { find, formatMs, formatNumber, formatTime, initScrollHints, numberCell, setText, updateTable, updateTiles } from "./dom.js";
+import { find, formatMs, formatNumber, formatTime, initScrollHints, make, numberCell, setText, updateTable, updateTiles } from "./dom.js";
 import { initFlow, showFlow } from "./flow.js";
 import { initInspectForm, showOverrides, showTopDenied } from "./inspect.js";
 import { showLimits } from "./limits.js";
@@ -29,6 +29,8 @@ let windows = { seconds: 0, intervals: 0 };
 let recentEvents = [];
 let configuration = null;
 let shownConfiguration = null;
+let problems = [];
+let example = null;
 let lastEventAt = null;
 let isConnected = false;
 const drawRates = chart(find("#rates"), { series: RATES, unit: "per second", isStacked: true });
@@ -79,6 +81,53 @@ const rateBetween = (later, earlier, elapsed) => (earlier == null || !elapsed ? 
 /** The kinds of table cells by the state of a server. Other states are faults. */
 const endpointKinds = { healthy: "good", "not checked": "" };
 
+/** Show the error responses by status, and those without a route. */
+function showCodes(event, first, elapsed) {
+  const rate = (later, earlier) => formatNumber(rateBetween(later, earlier ?? 0, elapsed) ?? 0);
+  const tiles = Object.entries(event.statuses).map(([status, count]) => [`${status}/s`, rate(count, first.statuses[status])]);
+  if (event.unmatched) tiles.push(["unmatched/s", rate(event.unmatched, first.unmatched)]);
+  find("#codes").hidden = !tiles.length;
+  updateTiles(find("#codes dl"), tiles);
+}
+
+/** What limits do while the store is unavailable, by their `on_store_error`. */
+const FALLBACKS = { local: "count by the share of this gateway", allow: "admit every request", deny: "deny every request with 503" };
+
+/** Show what is wrong: the store, the state of the process, rejected files, and warnings about the configuration. */
+function showBanner({ health, limits }) {
+  const lines = [];
+  if (health.store.failing.length) {
+    const effects = Object.entries(FALLBACKS).map(([kind, effect]) => {
+      const names = limits.filter(({ on_store_error: on }) => on === kind).map(({ limit }) => limit);
+      return names.length && `${names.join(", ")} ${effect}`;
+    });
+    lines.push({ text: `The store is unavailable (${health.store.failing.join(", ")}). ${effects.filter(Boolean).join("; ")}`, kind: "bad" });
+  }
+  const states = {
+    stalled: "A worker does not run: its connections get no responses.", full: "The memory is nearly used up: new requests get 503.",
+    stopping: "The gateway is stopping.", pending: "A certificate is missing.",
+  };
+  if (states[health.status]) lines.push({ text: states[health.status], kind: "bad" });
+  lines.push(...problems);
+  const banner = find("#banner");
+  banner.hidden = !lines.length;
+  const key = JSON.stringify(lines);
+  if (banner.dataset.key === key) return;
+  banner.dataset.key = key;
+  banner.className = lines.some(({ kind }) => kind) ? "severe" : "";
+  find("#banner ul").replaceChildren(...lines.map(({ text, kind }) => make("li", { class: kind }, text)));
+}
+
+/** Return what is wrong with the configuration. */
+function configurationProblems({ last_error: lastError, rejected_files: rejected, warnings }) {
+  const firstLine = (text) => text.trim().split("\n")[0];
+  return [
+    ...(lastError ? [{ text: `The last reload was rejected; the previous configuration is active. ${firstLine(lastError.error)}`, kind: "bad" }] : []),
+    ...rejected.map(({ kind, file, error }) => ({ text: `The ${kind} file ${file} was rejected; its previous content is in use. ${firstLine(error)}`, kind: "bad" })),
+    ...warnings.map((warning) => ({ text: `Warning: ${warning}`, kind: "" })),
+  ];
+}
+
 /** Show the limits, routes and upstreams with their rates in the most recent events. */
 function showRecent() {
   const event = recentEvents.at(-1);
@@ -92,12 +141,17 @@ function showRecent() {
   });
 
   const routesBefore = new Map(first.routes.map((route) => [route.route, route]));
-  const rates = new Map(event.routes.map((route) => [route.route, Object.fromEntries(OUTCOMES.map((kind) =>
+  const rates = new Map(event.routes.map((route) => [route.route, Object.fromEntries([...OUTCOMES, "gateway_errors"].map((kind) =>
     [kind, rateBetween(route[kind], routesBefore.get(route.route)?.[kind], elapsed) ?? 0]))]));
   const totals = new Map(event.routes.map((route) => [route.route, OUTCOMES.reduce((sum, kind) => sum + route[kind], 0)]));
   const shadow = new Set(event.limits.filter((limit) => limit.shadow).map(({ limit }) => limit));
+  const latencies = new Map(event.routes.map(({ route, p95_ms: p95 }) => [route, p95]));
   const { upstreams } = event.health;
-  if (configuration) showFlow(configuration.route ?? [], { rates, totals, upstreams, shadow });
+  showCodes(event, first, elapsed);
+  const isIdle = !event.unmatched && [...totals.values()].every((total) => !total);
+  find("#first-run").hidden = !isIdle || !example;
+  setText(find("#first-run code"), example ?? "");
+  if (configuration) showFlow(configuration.route ?? [], { rates, totals, latencies, upstreams, shadow });
 
   const upstreamsBefore = new Map(first.upstreams.map((upstream) => [upstream.upstream, upstream]));
   const upstreamRates = new Map(event.upstreams.map((each) => [each.upstream, ["requests", "errors"].map((kind) =>
@@ -159,8 +213,10 @@ function showLists() {
 }
 
 async function showConfiguration() {
-  const { file, loaded_at, configuration: written, last_error } = await (await request("api/config")).json();
+  const view = await (await request("api/config")).json();
+  const { file, loaded_at, configuration: written, last_error } = view;
   configuration = written;
+  problems = configurationProblems(view);
   setText(find("#config-file"), file);
   setText(find("#loaded-at"), new Date(loaded_at).toLocaleString());
   find("#loaded-at").dateTime = loaded_at;
@@ -197,6 +253,7 @@ function handleEvent(name, data) {
     }));
     recentEvents = [];
     clearTokens();
+    ({ example } = data);
     setText(find("#version"), data.version);
     showLists();
   } else {
@@ -209,9 +266,11 @@ function handleEvent(name, data) {
     recentEvents = [...recentEvents, data].slice(-RATE_SECONDS - 1);
     showCurrent(data);
     showTokens(data);
-    const { loaded_at, last_error_at } = data.configuration;
-    if (shownConfiguration !== `${loaded_at} ${last_error_at}`) {
-      shownConfiguration = `${loaded_at} ${last_error_at}`;
+    showBanner(data);
+    const { loaded_at, last_error_at, rejected_files } = data.configuration;
+    const key = `${loaded_at} ${last_error_at} ${rejected_files}`;
+    if (shownConfiguration !== key) {
+      shownConfiguration = key;
       showConfiguration().catch(() => { shownConfiguration = null; });
     }
   }
