@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
@@ -29,8 +28,9 @@ from envoy.service.ratelimit.v3.rls_pb2 import RateLimitRequest, RateLimitRespon
 from envoy.service.ratelimit.v3.rls_pb2_grpc import RateLimitServiceStub
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from envoy_limits import COST, QUOTA_TOKENS, Envoy, Upstream, check_tokens, free_port, fresh, wait_for
+from envoy_limits import COST, QUOTA_TOKENS, check_tokens, fresh, start_envoy
 from gateway import CERTIFICATE, KEY, expect
+from real_envoy import free_port, serve, wait_for
 
 YAML = f"""
 domain: edge
@@ -119,7 +119,7 @@ def check_files(folder, binary, redis, upstream):
     expect((answer.status, answer.json()["overallCode"]) == (429, "OVER_LIMIT"), answer.data)
     expect(drop_in.json({"domain": "edge", "descriptors": [{"entries": [{"key": "user", "value": fresh()}]}]}).status == 200, "another user")
     expect(drop_in.json({"domain": 1}).status == 400, "no request")
-    envoy = Envoy(folder, upstream, drop_in.grpc)
+    envoy = start_envoy(folder, upstream, drop_in.grpc)
     user = fresh()
     statuses = [envoy.get(user=user).status for _ in range(5)]
     expect(statuses == [200, 200, 200, 429, 429], statuses)
@@ -198,7 +198,7 @@ def check_xds(folder, binary, redis, upstream):
     expect((first.node.id, first.type_url, first.version_info) == ("envoy-ratelimit", TYPE, ""), first)
     accepted = server.exchange("1", of("edge", 3), of("other", 1))
     expect((accepted.version_info, accepted.HasField("error_detail")) == ("1", False), accepted)
-    envoy = Envoy(folder, upstream, drop_in.grpc)
+    envoy = start_envoy(folder, upstream, drop_in.grpc)
     user = fresh()
     statuses = [envoy.get(user=user).status for _ in range(4)]
     expect(statuses == [200, 200, 200, 429], statuses)
@@ -221,10 +221,7 @@ def check_xds(folder, binary, redis, upstream):
 
 def main():
     binary = sys.argv[1]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
-    server.request_queue_size = 128
-    Thread(target=server.serve_forever, daemon=True).start()
-    upstream = server.server_address[1]
+    upstream = serve("up")
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [shutil.which("redis-server"), "--port", str(port), "--save", "", "--dir", folder]
