@@ -192,7 +192,7 @@ fn code(cell: &str) -> BTreeSet<&str> {
 
 /// Labels whose values the documentation cannot list, such as names from the configuration, server addresses and
 /// versions. For all other labels, the documentation must list the values.
-const NAME_LABELS: [&str; 14] = [
+const NAME_LABELS: [&str; 15] = [
     "route",
     "limit",
     "upstream",
@@ -207,6 +207,7 @@ const NAME_LABELS: [&str; 14] = [
     "revision",
     "domain",
     "descriptor",
+    "outcome",
 ];
 
 /// Return the label names and values of a sample.
