@@ -943,6 +943,6 @@ fn long_consumers_file_is_read_in_little_memory() {
         let report = String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{report}");
         assert!(report.contains(error), "{report}\nlacks {error}");
-        assert!((lines + 1..lines + 4).any(|line| report.contains(&format!("consumers.toml:{line}"))), "{report}");
+        assert!((lines + 1..lines + 6).any(|line| report.contains(&format!("consumers.toml:{line}"))), "{report}");
     }
 }
