@@ -116,6 +116,7 @@ def methods():
 def targets():
     names = [b"//", b"//one", b"/one//two", b"///", b"/.", b"/..", b"/./one", b"/x/../admin/one", b"/../admin/one", b"/admin/../one", b"/one/.", b"/one/.."]
     names += [b"/x/..", b"/../../..", b"/...", b"/%2e/one", b"/x/%2e%2e/admin/one", b"/x/.%2e/admin/one", b"/x/%2E./admin/one", b"/%2e%2e/admin/one"]
+    names += [b"/one//../admin/one", b"/x//..//admin/one", b"/admin//one", b"//admin//one", b"/one%2F%2Ftwo", b"/one%2F/two", b"/%2Fadmin/one", b"/one//"]
     names += [b"/%252e%252e/admin/one", b"/x%2f..%2fadmin/one", b"/x/..%2fadmin/one", b"/admin%2fone", b"/admin%2Fone", b"/admin%5cone", b"/admin\\one"]
     names += [b"/x/..\\admin/one", b"/x\\..\\admin\\one", b"\\admin\\one", b"/%61dmin/one", b"/%41dmin/one", b"/ADMIN/one", b"/Admin/one", b"/admin;x/one"]
     names += [b"/admin/one;x=1", b"/;/admin/one", b"/admin;/one", b"/x/..;/admin/one", b"/.;/admin/one", b"/admin%3b/one", b"/one%3Fa=b", b"/one%23a", b"/one#a"]

@@ -11,7 +11,7 @@ from urllib.parse import quote_from_bytes
 
 from accepted import DECISIONS, STRICTNESS
 from exchange import Reader, read
-from servers import APPLICATIONS, GATEWAYS
+from servers import APPLICATIONS, GATEWAYS, POLICIES
 
 SMUGGLED = b"/smuggled".hex()
 PEERS = GATEWAYS[1:]
@@ -71,9 +71,9 @@ class Reference:
         """Send a request with the values of a view. `answers` returns the decision."""
         if view in self.ids:
             return
-        method, path, host, key, tenant, sid = view
+        method, path, is_target, host, key, tenant, sid = view
         self.ids[view] = identity = uuid.uuid4().hex
-        target = quote_from_bytes(bytes.fromhex(path), safe="/!$&'()*+,;=:@~") or "/"
+        target = path if is_target else quote_from_bytes(bytes.fromhex(path), safe="/!$&'()*+,;=:@~") or "/"
         version = "1.1" if host is not None else "1.0"
         lines = [f"{method} {target} HTTP/{version}".encode("latin-1"), b"X-Request-Id: " + identity.encode(), b"Connection: close"]
         lines += [b"Host: " + host.encode("latin-1", "replace")] if host is not None else []
@@ -113,18 +113,22 @@ def decision(line):
     return line["route"], {each["limit"]: each["identity"] for each in line.get("limits", [])}
 
 
-def view(record, upstream):
-    """Return the view of the application: the resource and the identities as it saw them."""
+def view(record, upstream, policy):
+    """Return the view of the application: the resource and the identities as it saw them. Its path is decoded. With a policy that keeps
+    slashes, decoding would lose them, so the path is the one that the application received."""
     host = record["host"]
     # For HTTP/1.0 without Host, the upstream receives its own address as Host.
     if host in (f"127.0.0.1:{upstream}", "127.0.0.1") and "127.0.0.1" not in record.get("sent", ""):
         host = None
-    return (record["method"], record["path"], host, record["key"], record["tenant"], record["sid"])
+    is_target = policy != POLICIES[0]
+    path = record["target"].split("?")[0] if is_target else record["path"]
+    return (record["method"], path, is_target, host, record["key"], record["tenant"], record["sid"])
 
 
 class Judge:
-    def __init__(self, cases):
+    def __init__(self, cases, policy):
         self.cases = cases
+        self.policy = policy
         self.failures = []
         self.used = set()
 
@@ -178,7 +182,7 @@ class Judge:
                         continue
                     if "127.0.0.1" in case.data.decode("latin-1"):
                         record["sent"] = "127.0.0.1"
-                    asked = view(record, upstreams[application]["sluicegate"])
+                    asked = view(record, upstreams[application]["sluicegate"], self.policy)
                     reference.ask(asked)
                     pending.append((case, application, record, line, asked))
         answers = reference.answers()

@@ -15,6 +15,7 @@ from gateway import Gateway  # noqa: E402
 
 APPLICATIONS = ["django", "node", "node-lenient", "nginx", "go"]
 GATEWAYS = ["sluicegate", "nginx", "haproxy", "envoy"]
+POLICIES = ["canonical", "keep-encoded-slashes", "keep-double-slashes", "keep-slashes"]
 # Seconds for which a gateway waits for the rest of a request. Cases with incomplete requests take this long.
 WAIT = 1
 PROCESSES = []
@@ -66,6 +67,8 @@ def stop():
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    OURS.clear()
+    PROCESSES.clear()
 
 
 def applications(folder, tools, programs):
@@ -140,13 +143,16 @@ http {{
     start([program, "-p", str(folder), "-e", f"{folder}/{name}.error.log", "-c", str(path)], ports, folder)
 
 
-def gateways(binary, folder, programs, upstreams):
-    """Start the gateways. Return their ports by gateway and application, and the processes of Sluicegate by application."""
-    ports = {gateway: dict(zip(APPLICATIONS, free_ports(len(APPLICATIONS)))) for gateway in GATEWAYS[1:]}
-    as_nginx(folder, ports["nginx"], upstreams)
-    as_haproxy(folder, ports["haproxy"], upstreams)
-    as_envoy(folder, programs, ports["envoy"], upstreams)
-    ours = {name: sluicegate(binary, configuration(folder, name, upstreams[name]["sluicegate"])) for name in APPLICATIONS}
+def gateways(binary, folder, programs, upstreams, policy):
+    """Start the gateways: with another path policy than that of the peers, only Sluicegate. Return their ports by gateway and application,
+    and the processes of Sluicegate by application."""
+    ports = {}
+    if policy == POLICIES[0]:
+        ports = {gateway: dict(zip(APPLICATIONS, free_ports(len(APPLICATIONS)))) for gateway in GATEWAYS[1:]}
+        as_nginx(folder, ports["nginx"], upstreams)
+        as_haproxy(folder, ports["haproxy"], upstreams)
+        as_envoy(folder, programs, ports["envoy"], upstreams)
+    ours = {name: sluicegate(binary, configuration(folder, name, upstreams[name]["sluicegate"], policy)) for name in APPLICATIONS}
     ports["sluicegate"] = {name: int(gateway.urls[0].rpartition(":")[2]) for name, gateway in ours.items()}
     return ports, ours
 
@@ -266,7 +272,7 @@ ROUTES = [
 ]
 
 
-def configuration(folder, name, upstream):
+def configuration(folder, name, upstream, policy):
     """Return the configuration of Sluicegate with one limit per kind of identity. `upstream` is a port, or None for the reference gateway,
     which responds itself."""
     (folder / "consumers.toml").write_text("")
@@ -274,6 +280,7 @@ def configuration(folder, name, upstream):
     text = f"""
 [server]
 workers = 1
+path_policy = "{policy}"
 header_timeout = "{WAIT}s"
 body_idle_timeout = "{WAIT}s"
 idle_timeout = "5s"
