@@ -168,11 +168,12 @@ pub fn resolve_names(
     let mut warnings = Vec::new();
     let mut notes = Vec::new();
     let (Some(acme), Some(table)) = (&config.acme, &parsed.acme) else { return Ok((warnings, notes)) };
-    let lookup = async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, AddressFamilies::Both, &[])).await {
-        Ok(Ok(resolved)) => Ok(resolved.addresses.into_iter().map(|address| address.ip).collect::<Vec<_>>()),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no response within {RESOLVE_TIMEOUT:?}")),
-    };
+    let lookup =
+        async |name| match timeout(RESOLVE_TIMEOUT, resolver.lookup(name, None, AddressFamilies::Both, &[])).await {
+            Ok(Ok(resolved)) => Ok(resolved.addresses.into_iter().map(|address| address.ip).collect::<Vec<_>>()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err(format!("no response within {RESOLVE_TIMEOUT:?}")),
+        };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let results = runtime.block_on(join_all(acme.names.iter().map(|name| lookup(name))));
     for (name, result) in acme.names.iter().zip(results) {

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::StreamExt;
+use futures_util::future::{BoxFuture, join_all};
+use futures_util::stream::FuturesUnordered;
 use hickory_resolver::config::{ResolveHosts, ResolverConfig, ResolverOpts};
 use hickory_resolver::lookup::Lookup;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
@@ -156,10 +158,10 @@ impl HostEntry {
     async fn run(mut self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut first = Some(first);
         loop {
-            let mut pending = JoinSet::new();
+            let mut pending = PendingLookups::new();
             let found = match self.is_srv {
                 true => resolver.lookup_srv(&self.host, self.resolve, &self.addresses).await,
-                false => resolver.lookup(&self.host, self.resolve, &ips(&self.addresses)).await,
+                false => resolver.lookup(&self.host, None, self.resolve, &ips(&self.addresses)).await,
             };
             self.count_lookup(found.is_err());
             let wait = match found {
@@ -177,7 +179,7 @@ impl HostEntry {
             loop {
                 tokio::select! {
                     () = &mut next => break,
-                    Some(Ok(late)) = pending.join_next() => self.record_late(late),
+                    Some(late) = pending.next() => self.record_late(late),
                 }
             }
         }
@@ -205,14 +207,16 @@ impl HostEntry {
     }
 
     /// Store the addresses of a family whose lookup took longer than that of the other family.
-    fn record_late(&mut self, FamilyLookup { is_v6, result }: FamilyLookup) {
+    fn record_late(&mut self, FamilyLookup { target, is_v6, result }: FamilyLookup) {
         let found = match result {
             Ok(lookup) => addresses(&lookup),
             Err(error) if is_failure(&error) => return,
             Err(_) => Vec::new(),
         };
-        let others = self.addresses.iter().filter(|address| address.ip.is_ipv6() != is_v6).cloned();
-        let mut now: Vec<_> = others.chain(found.into_iter().map(HostAddress::from)).collect();
+        let is_other = |known: &&HostAddress| known.ip.is_ipv6() != is_v6 || known.target != target;
+        let others = self.addresses.iter().filter(is_other).cloned();
+        let found = found.into_iter().map(|ip| HostAddress { ip, target: target.clone() });
+        let mut now: Vec<_> = others.chain(found).collect();
         now.sort_unstable();
         now.dedup();
         if now != self.addresses {
@@ -275,12 +279,16 @@ pub(crate) struct ResolvedAddresses {
     /// Time for which the addresses may be cached.
     pub(crate) ttl: Duration,
     /// Lookups of a family that take longer than [`RESOLUTION_DELAY`].
-    pending: JoinSet<FamilyLookup>,
+    pending: PendingLookups,
 }
+
+type PendingLookups = FuturesUnordered<BoxFuture<'static, FamilyLookup>>;
 
 /// The result of the lookup of one address family.
 #[derive(Debug)]
 struct FamilyLookup {
+    /// The target of the SRV record that led to the lookup. `None` for hosts without SRV records.
+    target: Option<Arc<SrvTarget>>,
     is_v6: bool,
     result: Result<Lookup, NetError>,
 }
@@ -330,12 +338,13 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Resolve a host. `known` contains its last known addresses. If only the lookup of one address family fails, or takes
+    /// Resolve a host, which may be the target of an SRV record. `known` contains its last known addresses. If only the lookup of one address family fails, or takes
     /// longer than that of the other family by more than [`RESOLUTION_DELAY`], also return the known addresses of this
     /// family.
     pub(crate) async fn lookup(
         &self,
         host: &str,
+        target: Option<Arc<SrvTarget>>,
         resolve: AddressFamilies,
         known: &[IpAddr],
     ) -> Result<ResolvedAddresses, ResolveError> {
@@ -344,18 +353,22 @@ impl DnsResolver {
             if let Some(found) = lookup_hosts_file(host.trim_end_matches('.')) {
                 let is_wanted = |ip: &IpAddr| resolve.record_types(false).contains(&record_type_of(ip));
                 let addresses: Vec<_> = found.into_iter().filter(is_wanted).map(HostAddress::from).collect();
-                let found = ResolvedAddresses { addresses, ttl: HOSTS_TTL, pending: JoinSet::new() };
+                let found = ResolvedAddresses { addresses, ttl: HOSTS_TTL, pending: PendingLookups::new() };
                 return if found.addresses.is_empty() { Err(ResolveError::NoRecords) } else { Ok(found) };
             }
             no_aaaa = std::fs::read_to_string("/etc/resolv.conf").is_ok_and(|text| has_no_aaaa(&text));
         }
         let resolver = self.build()?;
         let record_types = resolve.record_types(no_aaaa);
-        let mut pending = JoinSet::new();
+        let pending = PendingLookups::new();
         for record_type in record_types {
-            let (resolver, host) = (resolver.clone(), host.to_owned());
+            let (resolver, host, target) = (resolver.clone(), host.to_owned(), target.clone());
             let is_v6 = *record_type == RecordType::AAAA;
-            pending.spawn(async move { FamilyLookup { is_v6, result: resolver.lookup(host, *record_type).await } });
+            let lookup = async move {
+                let result = resolver.lookup(host, *record_type).await;
+                FamilyLookup { target, is_v6, result }
+            };
+            pending.push(Box::pin(lookup));
         }
         // Forget known addresses of a family that is no longer looked up.
         let known: Vec<_> = known.iter().copied().filter(|ip| record_types.contains(&record_type_of(ip))).collect();
@@ -391,16 +404,20 @@ impl DnsResolver {
             let of_target = |known: &&HostAddress| known.target.as_ref().is_some_and(|of| of.host == target.host);
             let known: Vec<_> = known.iter().filter(of_target).map(|known| known.ip).collect();
             // The dot keeps the resolver from appending search domains to the name.
-            let found = self.lookup(&format!("{}.", target.host), resolve, &known).await;
+            let found = self.lookup(&format!("{}.", target.host), Some(target.clone()), resolve, &known).await;
             (target, known, found)
         });
-        let mut resolved =
-            ResolvedAddresses { addresses: Vec::new(), ttl: Duration::from_secs(ttl.into()), pending: JoinSet::new() };
+        let mut resolved = ResolvedAddresses {
+            addresses: Vec::new(),
+            ttl: Duration::from_secs(ttl.into()),
+            pending: PendingLookups::new(),
+        };
         let mut failure = ResolveError::NoTarget;
         for (target, known, found) in join_all(lookups).await {
             let found = match found {
                 Ok(found) => {
                     resolved.ttl = resolved.ttl.min(found.ttl);
+                    resolved.pending.extend(found.pending);
                     ips(&found.addresses)
                 }
                 Err(error) => {
@@ -435,20 +452,20 @@ fn record_type_of(ip: &IpAddr) -> RecordType {
 }
 
 /// Wait for the lookups of the address families.
-async fn gather(mut pending: JoinSet<FamilyLookup>, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
+async fn gather(mut pending: PendingLookups, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
     let known_of = |is_v6: bool| known.iter().copied().filter(move |address| address.is_ipv6() == is_v6);
     let (mut found, mut kept, mut ttl) = (Vec::<IpAddr>::new(), Vec::new(), u32::MAX);
     let mut failure = None;
     let (mut answered, mut deadline) = ([false; 2], None);
     loop {
         let next = match deadline {
-            None => pending.join_next().await,
-            Some(deadline) => match timeout_at(deadline, pending.join_next()).await {
+            None => pending.next().await,
+            Some(deadline) => match timeout_at(deadline, pending.next()).await {
                 Ok(next) => next,
                 Err(_) => break,
             },
         };
-        let Some(Ok(FamilyLookup { is_v6, result })) = next else { break };
+        let Some(FamilyLookup { is_v6, result, .. }) = next else { break };
         answered[usize::from(is_v6)] = true;
         match result {
             Ok(lookup) => {
@@ -535,7 +552,7 @@ mod tests {
     }
 
     fn resolved(ttl: Duration) -> ResolvedAddresses {
-        ResolvedAddresses { addresses: vec![IpAddr::from([192, 0, 2, 1]).into()], ttl, pending: JoinSet::new() }
+        ResolvedAddresses { addresses: vec![IpAddr::from([192, 0, 2, 1]).into()], ttl, pending: PendingLookups::new() }
     }
 
     #[test]

@@ -285,6 +285,26 @@ fn targets_of_srv_records_are_endpoints_and_changes_are_followed() {
 }
 
 #[test]
+fn family_of_a_target_without_an_answer_delays_no_target_and_is_added_when_it_arrives() {
+    const NAME: &str = "_http._tcp.api.test";
+    let dns = NameServer::start();
+    dns.set_addresses("a.test", &["192.0.2.1"], 60);
+    dns.set_answer("a.test", RecordType::AAAA, DnsAnswer::Nothing);
+    dns.set_addresses("b.test", &["192.0.2.2", "2001:db8::2"], 60);
+    dns.set_targets(NAME, &[(10, 30, 8001, "a.test"), (20, 0, 8002, "b.test")]);
+    let fleets = fleets(&["srv:_http._tcp.api.test"]);
+    // The resolver itself would wait for longer than this test.
+    follow_with(&fleets, dns.resolver_with_timeout(&[], Duration::from_secs(3600)));
+    let target = |address: &str, priority, weight| (address.to_owned(), priority, weight);
+    let mut expected =
+        vec![target("192.0.2.1:8001", 10, 30), target("192.0.2.2:8002", 20, 0), target("[2001:db8::2]:8002", 20, 0)];
+    assert_eq!(targets(&fleets[0]), expected);
+    dns.release("2001:db8::1");
+    expected.insert(2, target("[2001:db8::1]:8001", 10, 30));
+    eventually("the late address", || targets(&fleets[0]) == expected);
+}
+
+#[test]
 fn reload_keeps_the_targets_of_srv_records() {
     let dns = NameServer::start();
     dns.set_addresses("a.test", &["192.0.2.1"], 60);

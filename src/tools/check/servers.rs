@@ -82,7 +82,7 @@ async fn connect(server: &Server<'_>, resolver: &DnsResolver) -> Result<(), Stri
     let late = |_| format!("no response within {CONNECT_TIMEOUT:?}");
     let resolve = async || match server.is_srv {
         true => resolver.lookup_srv(server.host, server.resolve, &[]).await,
-        false => resolver.lookup(server.host, server.resolve, &[]).await,
+        false => resolver.lookup(server.host, None, server.resolve, &[]).await,
     };
     let addresses = match server.host.parse::<IpAddr>() {
         Ok(address) => vec![address.into()],
