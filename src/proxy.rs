@@ -978,9 +978,8 @@ impl<'a> Exchange<'a> {
             trace,
             reads_response: counts_tokens || filters_tools,
             fallback,
-            replay,
         };
-        let mut result = forward::forward(forwarding, request, &mut log).await;
+        let mut result = forward::forward(forwarding, request, replay, &mut log).await;
         if filters_tools && result.as_ref().is_ok_and(|response| hides_tools(response)) {
             let fault = "its list of tools is compressed, although the request asked for no compression";
             result = Err(UpstreamError::InvalidResponse { upstream: upstream.name().into(), fault });

@@ -66,21 +66,20 @@ pub(super) struct Forwarding<'f> {
     pub(super) reads_response: bool,
     /// The fallback that gets the request. `None` for the upstream of the route.
     pub(super) fallback: Option<&'f Fallback>,
-    /// Receives the body if the route retries requests, and the body can be sent again.
-    pub(super) replay: &'f mut Option<ReplayBody>,
 }
 
-/// Send a request to an upstream and return its response.
+/// Send a request to an upstream and return its response. `replay` receives the body if the route retries requests, and
+/// the body can be sent again.
 ///
 /// # Errors
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
 pub(super) async fn forward(
     forwarding: Forwarding<'_>,
     mut request: Box<Request<RequestBody>>,
+    replay: &mut Option<ReplayBody>,
     attempts: &mut AttemptLog,
 ) -> Result<Box<Response<Body>>, UpstreamError> {
-    let Forwarding { snapshot, peer, flow, route, upstream, deadline, target, reads_response, .. } = forwarding;
-    let Forwarding { credentials, request_id, trace, is_client_deadline, fallback, replay, .. } = forwarding;
+    let Forwarding { snapshot, peer, flow, route, upstream, deadline, is_client_deadline, .. } = forwarding;
     let route_timeout = || match is_client_deadline {
         true => UpstreamError::ClientDeadline { upstream: upstream.name().into() },
         false => UpstreamError::RouteTimeout { upstream: upstream.name().into() },
@@ -93,66 +92,8 @@ pub(super) async fn forward(
     let config = &snapshot.config;
     let http_1_0 = request.version() == Version::HTTP_10;
     let upload = if request_body::has_unread_body(&request) { request.body().progress() } else { None };
-    let host = fallback.map_or(&route.upstream_host, |fallback| &fallback.host).as_ref().unwrap_or(upstream.host());
-    let rules = fallback.and_then(|fallback| fallback.request_headers.as_ref()).unwrap_or(&route.request_headers);
-    let selected = if fallback.is_none() { mirror::select(snapshot, peer, route, &request) } else { None };
-    if upstream.sends_proxy_header() {
-        let client = peer.proxied_connection(request.headers());
-        request.extensions_mut().insert(client);
-    }
-    // Use a block, so that the future does not keep these values while it waits for the response.
-    let upgrade_request = {
-        let (credentials, request_id) = (&{ credentials }, request_id);
-        let header_values = if rules.has_variables() {
-            let head = RequestHead::from(&*request);
-            let request_id = request_id.clone();
-            let variables = RequestVariables { route, peer, credentials, head, request_id };
-            rules.render(|variable| variables.content(variable))
-        } else {
-            RenderedValues::default()
-        };
-        let info = UpstreamRequestInfo {
-            credentials,
-            forwarded: &peer.forwarded,
-            request_id,
-            trace,
-            host,
-            authority: upstream.authority(),
-            length: request.body().size_hint().exact(),
-            header_rules: rules,
-            header_values: &header_values,
-            client_cert: upstream.sends_client_cert().then_some(peer.certificate.as_deref()),
-        };
-        prepare_upstream_headers(config, route, &mut request, info)
-    };
-    if reads_response {
-        // Request an uncompressed response, because the gateway cannot read the token usage in a compressed response.
-        request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
-    }
-    let pending_upgrade = upgrade_request.and_then(|offered| {
-        let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
-        offered.insert_into(request.headers_mut());
-        let connect = request.extensions_mut().remove();
-        Some(PendingUpgrade { offered, downstream, connect })
-    });
-    if let Some(target) = target {
-        *request.uri_mut() = Uri::from(target);
-    }
-    *request.version_mut() = Version::HTTP_11;
-    if let Some(selected) = selected {
-        selected.copy(upstream, &mut request, pending_upgrade.is_some());
-    }
-    if let Some(signer) = upstream.aws() {
-        let (method, uri, hash) =
-            (request.method().clone(), request.uri().clone(), content_hash(request.body().content()));
-        signer.sign(&method, &uri, request.headers_mut(), &hash, unix_us());
-    }
-    if upstream.protocol() == Protocol::Http2 {
-        target::set_http2_target(&mut request);
-    }
-    if upstream.protocol() == Protocol::Http2 && is_grpc(request.headers()) {
-        request.body_mut().forward_trailers(&config.trailer_filter);
-    }
+    let host = forwarding.host();
+    let pending_upgrade = forwarding.prepare(host, &mut request);
     let progress = deadline.and_then(|_| request.body().progress());
     let is_counted = upstream.max_requests() > 0 && !request.body().is_end_stream();
     let network = if is_counted { counted_network(config, peer, request.headers()) } else { None };
@@ -174,7 +115,7 @@ pub(super) async fn forward(
         let options = SendOptions { retry, replay: replay.as_ref(), ..SendOptions::new(limits, flow, host) };
         upstream.send(request, options, attempts).await
     });
-    let mut response = match deadline {
+    let response = match deadline {
         None => exchange.await?,
         Some(deadline) => match timeout_at(deadline, exchange).await {
             Ok(result) => result?,
@@ -184,6 +125,99 @@ pub(super) async fn forward(
             Err(_) => return Err(route_timeout()),
         },
     };
+    // The upstream will not read the rest of the body, so the client connection cannot serve another request.
+    if response.status() != StatusCode::SWITCHING_PROTOCOLS
+        && upload.is_some_and(|upload| !upload.is_done())
+        && headers::closes_connection(response.headers())
+    {
+        flow.abandon_request();
+    }
+    client_response(response, pending_upgrade, upstream, http_1_0, config.server.idle_timeout)
+}
+
+impl<'f> Forwarding<'f> {
+    /// Return which `Host` the upstream receives.
+    fn host(&self) -> &'f HostPolicy {
+        let host = self.fallback.map_or(&self.route.upstream_host, |fallback| &fallback.host);
+        host.as_ref().unwrap_or(self.upstream.host())
+    }
+
+    /// Convert the received request into the request to the upstream, and copy it to the mirror. Return the upgrade that
+    /// the request offers. The values of `self` end here, so that the future of the exchange does not keep them.
+    fn prepare(self, host: &HostPolicy, request: &mut Request<RequestBody>) -> Option<PendingUpgrade> {
+        let Forwarding { snapshot, peer, route, upstream, target, credentials, request_id, trace, fallback, .. } = self;
+        let config = &snapshot.config;
+        let rules = fallback.and_then(|fallback| fallback.request_headers.as_ref()).unwrap_or(&route.request_headers);
+        let selected = if fallback.is_none() { mirror::select(snapshot, peer, route, request) } else { None };
+        if upstream.sends_proxy_header() {
+            let client = peer.proxied_connection(request.headers());
+            request.extensions_mut().insert(client);
+        }
+        let header_values = if rules.has_variables() {
+            let head = RequestHead::from(&*request);
+            let request_id = request_id.clone();
+            let variables = RequestVariables { route, peer, credentials: &credentials, head, request_id };
+            rules.render(|variable| variables.content(variable))
+        } else {
+            RenderedValues::default()
+        };
+        let info = UpstreamRequestInfo {
+            credentials: &credentials,
+            forwarded: &peer.forwarded,
+            request_id,
+            trace,
+            host,
+            authority: upstream.authority(),
+            length: request.body().size_hint().exact(),
+            header_rules: rules,
+            header_values: &header_values,
+            client_cert: upstream.sends_client_cert().then_some(peer.certificate.as_deref()),
+        };
+        let upgrade_request = prepare_upstream_headers(config, route, request, info);
+        if self.reads_response {
+            // Request an uncompressed response, because the gateway cannot read the token usage in a compressed response.
+            request.headers_mut().insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        }
+        let pending_upgrade = upgrade_request.and_then(|offered| {
+            let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
+            offered.insert_into(request.headers_mut());
+            let connect = request.extensions_mut().remove();
+            Some(PendingUpgrade { offered, downstream, connect })
+        });
+        if let Some(target) = target {
+            *request.uri_mut() = Uri::from(target);
+        }
+        *request.version_mut() = Version::HTTP_11;
+        if let Some(selected) = selected {
+            selected.copy(upstream, request, pending_upgrade.is_some());
+        }
+        if let Some(signer) = upstream.aws() {
+            let method = request.method().clone();
+            let uri = request.uri().clone();
+            let hash = content_hash(request.body().content());
+            signer.sign(&method, &uri, request.headers_mut(), &hash, unix_us());
+        }
+        if upstream.protocol() == Protocol::Http2 {
+            target::set_http2_target(request);
+            if is_grpc(request.headers()) {
+                request.body_mut().forward_trailers(&config.trailer_filter);
+            }
+        }
+        pending_upgrade
+    }
+}
+
+/// Convert the response of an upstream into the response to the client. `http_1_0` is true if the client uses HTTP/1.0.
+///
+/// # Errors
+/// The upstream has accepted a WebSocket in an invalid way, or switched to a protocol that was not offered.
+fn client_response(
+    mut response: Box<Response<Body>>,
+    pending_upgrade: Option<PendingUpgrade>,
+    upstream: &Upstream,
+    http_1_0: bool,
+    idle_timeout: Duration,
+) -> Result<Box<Response<Body>>, UpstreamError> {
     let is_connect = pending_upgrade.as_ref().is_some_and(|pending| pending.connect.is_some());
     if is_connect && response.status().is_success() {
         // The client would take the response for a WebSocket.
@@ -191,12 +225,8 @@ pub(super) async fn forward(
         return Err(UpstreamError::InvalidResponse { upstream: upstream.name().into(), fault });
     }
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-        let upgraded = self::accept_upgrade(response, pending_upgrade, config.server.idle_timeout);
+        let upgraded = accept_upgrade(response, pending_upgrade, idle_timeout);
         return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
-    }
-    // The upstream will not read the rest of the body, so the client connection cannot serve another request.
-    if upload.is_some_and(|upload| !upload.is_done()) && headers::closes_connection(response.headers()) {
-        flow.abandon_request();
     }
     // Mark a response to an HTTP/1.0 client as HTTP/1.0 if only the end of the connection delimits the body, because
     // hyper would otherwise keep the connection open.
