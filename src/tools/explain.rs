@@ -178,8 +178,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if facts.step >= Step::Authentication {
             explanation.authentication = auth_reports(config, route, &facts.credentials);
         }
-        let is_body_rejected = matches!(admission, Admission::Rejected(Rejection::Inspect(_)));
-        if facts.step >= Step::Limits && !is_body_rejected {
+        // The body may be rejected before any limit is checked, or after the limits that need no credential.
+        let is_unchecked = matches!(admission, Admission::Rejected(Rejection::Inspect(_))) && peeked.decision.is_none();
+        if facts.step >= Step::Limits && !is_unchecked {
             let attributes = request.attributes(config, route, &facts.credentials, content.json());
             explanation.limits = limits::limit_reports(config, route, &attributes, peeked);
             if !facts.is_authenticated {
