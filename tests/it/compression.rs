@@ -108,6 +108,18 @@ fn curl_decodes_each_coding() {
     }
 }
 
+/// Each compressor needs memory, so that only 256 may exist at the same time.
+#[test]
+fn compressors_are_free_again_after_their_responses() {
+    let upstream = Upstream::responding(|_| response("Content-Type: application/json\r\n", &document()));
+    let gateway = gateway(&upstream.url(), "true");
+    let mut client = gateway.client();
+    for number in 0..300 {
+        let reply = client.get_with("/a", &[("accept-encoding", "zstd")]);
+        assert_eq!(reply.header("content-encoding"), Some("zstd"), "response {number}");
+    }
+}
+
 /// A response of the upstream, the headers of the request, and whether `Vary` is set.
 #[test]
 fn responses_that_must_not_change_are_not_compressed() {

@@ -5,9 +5,11 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::support::client::Reply;
+use crate::support::admin_listener::HERE;
+use crate::support::client::{Client, Reply};
 use crate::support::gateway::{CONSUMERS, Gateway};
 use crate::support::redis::Redis;
+use crate::support::reload::with_admin;
 use crate::support::{eventually, signal};
 
 /// No proxy is trusted: the token alone authenticates programs.
@@ -341,6 +343,79 @@ fn reservation_is_settled_once_with_its_actual_cost() {
 }
 
 #[test]
+fn costs_of_a_settlement_belong_to_the_limits_of_their_names() {
+    let words = "[limit.words]\nby = \"header:x-user\"\nquota = \"1000/day\"\nalgorithm = \"fixed-window\"\n";
+    let gateway = Gateway::start(&format!("{SETTLED}{words}"));
+    let both = json!({ "limits": [named("words", 100), named("tokens", 100)], "reserve": true });
+    let id = check(&gateway, &both)["id"].clone();
+    let settle = json!({ "id": id, "costs": { "tokens": 30, "words": 7 } });
+    assert_eq!(post(&gateway, "/v1/settle", &settle).status, 204);
+    assert_eq!((remaining(&gateway, "tokens"), remaining(&gateway, "words")), (970, 993));
+    // Two limits of a decision with the same name.
+    let bob = json!({ "limit": "tokens", "identity": { "header:x-user": "bob" }, "cost": 5 });
+    let id = check(&gateway, &json!({ "limits": [named("tokens", 5), bob], "reserve": true }))["id"].clone();
+    let reply = post(&gateway, "/v1/settle", &json!({ "id": id, "costs": { "tokens": 1 } }));
+    reply.assert_problem(400, "the name is ambiguous");
+    assert_eq!(post(&gateway, "/v1/settle", &json!({ "id": id })).status, 204, "the decision remains");
+}
+
+#[test]
+fn named_limits_follow_overrides_tiers_exemptions_and_statuses() {
+    let more = r#"
+[limit.calls]
+by = "api-key"
+quota = "1/day"
+algorithm = "fixed-window"
+tiers = { gold = { quota = "3/day" } }
+[limit.networks]
+by = "ip"
+quota = "1/day"
+exempt = ["ip=10.0.0.0/8"]
+status = 503
+[limit.logs]
+by = "header:x-user"
+quota = "10000/min"
+algorithm = "sliding-log"
+[auth.keys]
+kind = "api-key"
+consumers = "consumers.toml"
+[[route]]
+name = "keys"
+path = "/keys"
+require = ["keys"]
+limits = ["calls"]
+respond = { status = 200 }
+"#;
+    let consumers = format!(
+        "{CONSUMERS}[[consumer]]\nname = \"rich\"\ntier = \"gold\"\nkeys = [\"sha256:7a3d7f522f6b335f4e99d1233e9ead0f289f14e48b9832859bf79451b4f72be5\"]\n"
+    );
+    let config = with_admin(&format!("{SETTLED}{more}"));
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
+    let ask = |limit: &str, label: &str, value: &str| {
+        check(&gateway, &json!({ "limits": [{ "limit": limit, "identity": { label: value } }] }))["status"].clone()
+    };
+    let statuses = |limit: &str, label: &str, value: &str| [(); 4].map(|()| ask(limit, label, value));
+    let [ok, denied, unavailable] = [200, 429, 503].map(|status| json!(status));
+    assert_eq!(statuses("calls", "api-key", "demo"), [&ok, &denied, &denied, &denied].map(Clone::clone));
+    assert_eq!(statuses("calls", "api-key", "rich"), [&ok, &ok, &ok, &denied].map(Clone::clone), "the tier");
+    assert_eq!(statuses("networks", "ip", "10.1.2.3"), [(); 4].map(|()| ok.clone()), "exempt");
+    let of_limit = [&ok, &unavailable, &unavailable, &unavailable].map(Clone::clone);
+    assert_eq!(statuses("networks", "ip", "192.0.2.1"), of_limit, "the status of the limit");
+    let set = json!({ "limit": "calls", "identity": { "api-key": "demo" }, "quota": "3/day", "ttl": "1h" });
+    let headers = [HERE, ("authorization", "Bearer sesame"), ("content-type", "application/json")];
+    let body = set.to_string();
+    let reply = Client::connect(gateway.admin()).request("POST", "/api/overrides", &headers, body.as_bytes());
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert_eq!(statuses("calls", "api-key", "demo"), [&ok, &ok, &denied, &denied].map(Clone::clone), "the override");
+    let many = |count: usize| {
+        let log = |number: usize| json!({ "limit": "logs", "identity": { "header:x-user": number.to_string() } });
+        post(&gateway, "/v1/check", &json!({ "limits": (0..count).map(log).collect::<Vec<_>>() }))
+    };
+    assert_eq!(many(1).status, 200);
+    many(64).assert_problem(400, "the checks would take Redis too long");
+}
+
+#[test]
 fn released_reservation_is_refunded() {
     let gateway = Gateway::start(SETTLED);
     let id = check(&gateway, &json!({ "limits": [named("tokens", 400)], "reserve": true }))["id"].clone();
@@ -411,8 +486,12 @@ fn listener_with_settle_timeout_serves_only_programs() {
 #[test]
 fn stopping_gateway_releases_the_permits_of_held_decisions() {
     let redis = Redis::start();
-    let mut gateway = Gateway::start(&format!("{}{SETTLED}", redis.store()));
-    assert!(work(&gateway, "/work")["id"].is_string());
+    let mut gateway = Gateway::start(&format!("[server]\nworkers = 3\n{}{SETTLED}", redis.store()));
+    // Each connection belongs to one of the workers.
+    for user in 0..20 {
+        let job = json!({ "limit": "jobs", "identity": { "header:x-user": user.to_string() } });
+        assert!(check(&gateway, &json!({ "limits": [job] }))["id"].is_string());
+    }
     let has_permit = || redis.keys().iter().any(|key| key.contains(":jobs:"));
     assert!(has_permit());
     signal(&gateway.child, "TERM");

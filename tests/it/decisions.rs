@@ -267,6 +267,7 @@ fn admissions_have_all_identity_headers_of_the_listener() {
         assert_eq!(seen.headers("x-forwarded-for"), ["192.0.2.1"]);
         match seen.headers("cookie")[..] {
             ["s=alice"] => b"HTTP/1.1 200 OK\r\nX-Login: alice\r\nContent-Length: 0\r\n\r\n".to_vec(),
+            ["s=both"] => b"HTTP/1.1 200 OK\r\nX-Login: one\r\nX-Login: two\r\nContent-Length: 0\r\n\r\n".to_vec(),
             _ => b"HTTP/1.1 302 Found\r\nLocation: /login\r\nContent-Length: 0\r\n\r\n".to_vec(),
         }
     });
@@ -282,6 +283,9 @@ fn admissions_have_all_identity_headers_of_the_listener() {
     assert_eq!(identity(&ask("/keys", forged)), [Some(""), Some(client), Some(""), Some("")]);
     let admitted = ask("/sso?a=1", &[("Cookie", "s=alice"), ("X-Login", "root")]);
     assert_eq!((admitted.status, identity(&admitted)), (200, [Some(""), Some(""), Some(""), Some("alice")]));
+    let both = ask("/sso?a=1", &[("Cookie", "s=both"), ("X-Login", "root")]);
+    let logins: Vec<_> = both.headers.iter().filter(|(name, _)| name == "x-login").map(|(_, value)| &**value).collect();
+    assert_eq!(logins, ["one", "two"]);
     let login = ask("/sso?a=1", &[("Cookie", "s=")]);
     assert_eq!((login.status, login.header("location")), (302, Some("/login")));
     assert_eq!(login.header("x-decision-status"), Some("302"));

@@ -2,13 +2,14 @@
 //! aborted requests and malicious bodies.
 
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use flate2::read::GzDecoder;
 use serde_json::{Value, json};
 
 use crate::support::admin_listener::{metric, with_admin};
@@ -725,6 +726,14 @@ fn provider_that_never_ends_is_cut_or_charged_until_the_client_leaves() {
     assert_eq!((text.matches("\"on\"").count(), text.ends_with("data: [DONE]\n\n")), (51, true));
     let input = (body.to_string().len() as u64).div_ceil(4);
     assert_remaining(&cutting, QUOTA - input - 51, "cut");
+    // A compressed stream that is cut has a complete end, too.
+    let route = config("", provider.address, QUOTA, "on_exhausted = \"cut\"", "");
+    let compressing = Gateway::start(&format!("{route}compress = {{ types = [\"text/event-stream\"] }}\n"));
+    let headers = [ID, ("content-type", "application/json"), ("accept-encoding", "gzip")];
+    let reply = compressing.client().request("POST", CHAT, &headers, body.to_string().as_bytes());
+    let mut decoded = String::new();
+    GzDecoder::new(&*reply.body).read_to_string(&mut decoded).unwrap();
+    assert_eq!((decoded.matches("\"on\"").count(), decoded.ends_with("data: [DONE]\n\n")), (51, true));
     let finishing = start(&provider, QUOTA, "");
     let bytes = body.to_string();
     let mut client = finishing.client();

@@ -752,6 +752,37 @@ fn sticky_cookie_keeps_a_client_on_its_server() {
 }
 
 #[test]
+fn sticky_cookie_belongs_to_its_upstream_and_outlives_a_busy_server() {
+    let servers = Server::start_many::<2>();
+    let urls: Vec<_> = servers.iter().map(Server::url).collect();
+    let upstream = |name: &str| {
+        format!(
+            "[upstream.{name}]\nservers = {urls:?}\nbalance = \"sticky\"\nmax_requests = 1\nsticky_cookie = {{ name = \"at\" }}\n\
+             [[route]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"{name}\"\n"
+        )
+    };
+    let store = "[store]\nsecret = \"0123456789abcdef0123456789abcdef\"\n";
+    let gateway = Gateway::start(&format!("{store}{}{}", upstream("one"), upstream("two")));
+    let ask = |path: &str, cookie: &str| {
+        let reply = gateway.client().request("GET", path, &[("Cookie", cookie)], b"");
+        (reply.status, set_cookie(&reply).map(|(_, value)| value))
+    };
+    let (_, Some(value)) = ask("/one", "") else { panic!("a new client gets a cookie") };
+    let cookie = format!("at={value}");
+    assert_eq!(ask("/one", &cookie), (200, None));
+    assert!(ask("/two", &cookie).1.is_some(), "the cookie of another upstream selects no server");
+    // While the server of the cookie has `max_requests` in flight, another server gets the request.
+    let before = servers.each_ref().map(Server::count);
+    ask("/one", &cookie);
+    let own = servers.iter().zip(before).position(|(server, before)| server.count() > before).unwrap();
+    servers[own].set(Behaviour::Hang);
+    let mut busy = gateway.client();
+    busy.send(format!("GET /one HTTP/1.1\r\nHost: a\r\nCookie: {cookie}\r\n\r\n").as_bytes());
+    eventually("the server is busy", || servers[own].running() == 1);
+    assert_eq!(ask("/one", &cookie), (200, None), "the client keeps its cookie");
+}
+
+#[test]
 fn hash_of_a_cookie_ignores_all_other_cookies() {
     let servers = Server::start_many::<4>();
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();

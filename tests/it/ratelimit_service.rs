@@ -671,6 +671,90 @@ fn yaml_limits_replace_each_other_share_thresholds_and_deny_all() {
 }
 
 #[test]
+fn yaml_limit_replaces_several_limits() {
+    let limit = |key: &str, more: &str| {
+        format!("  - key: {key}\n    rate_limit: {{name: of-{key}, unit: day, requests_per_unit: 1{more}}}\n")
+    };
+    let replaces = ", replaces: [{name: of-one}, {name: of-two}]";
+    let [one, two] = ["one", "two"].map(|key| limit(key, ""));
+    let yaml = format!("domain: edge\ndescriptors:\n{one}{two}{}", limit("both", replaces).replace(": 1,", ": 3,"));
+    let (_redis, _gateway, client) = start_yaml(&yaml);
+    let call = ["one", "two", "both"].map(|key| descriptor(&[(key, "a")]));
+    for remaining in [2, 1, 0] {
+        assert_eq!(client.answer(&call), Answer(Admitted, vec![(Admitted, 0), (Admitted, 0), (Admitted, remaining)]));
+    }
+    assert_eq!(client.answer(&call).0, OverLimit);
+    assert_eq!(client.answer(&call[..2]), Answer(Admitted, vec![(Admitted, 0), (Admitted, 0)]), "not charged");
+}
+
+#[test]
+fn denied_call_retries_when_the_first_of_its_quotas_is_free() {
+    let quota = |key: &str, unit: &str| {
+        format!(
+            "  - key: {key}\n    quota_mode: true\n    rate_limit: {{name: of-{key}, unit: {unit}, requests_per_unit: 1}}\n"
+        )
+    };
+    let yaml = format!("domain: edge\ndescriptors:\n{}{}", quota("slow", "day"), quota("fast", "minute"));
+    let (_redis, _gateway, client) = start_yaml(&yaml);
+    let call = request(&["slow", "fast"].map(|key| descriptor(&[(key, "")])));
+    assert_eq!(client.ask(&call).overall_code(), Admitted);
+    let denied = client.ask(&call);
+    let retry: u64 = headers(&denied).iter().find(|(name, _)| *name == "retry-after").unwrap().1.parse().unwrap();
+    assert!(denied.overall_code() == OverLimit && retry <= 60, "{denied:?}");
+}
+
+/// Limits of one descriptor with a token bucket: the status is that of the limit that denies the call, and tells when
+/// the call can be repeated.
+#[test]
+fn status_is_that_of_the_limit_that_denies() {
+    let config = r#"
+[limit.small]
+by = "entry:user"
+quota = "60/min"
+[limit.large]
+by = "entry:user"
+quota = "600/day"
+algorithm = "fixed-window"
+[[descriptor]]
+domain = "edge"
+entries = ["user"]
+limits = ["small", "large"]
+[[descriptor]]
+domain = "edge"
+entries = ["large=1", "user"]
+limits = ["large"]
+"#;
+    let (_redis, _gateway, client) = start(config);
+    let hits = |count, descriptor| request(&[RateLimitDescriptor { hits_addend: Some(count), ..descriptor }]);
+    let user = || descriptor(&[("user", "a")]);
+    let used = client.ask(&hits(500, descriptor(&[("large", "1"), ("user", "a")])));
+    assert_eq!(summary(&used), Answer(Admitted, vec![(Admitted, 100)]));
+    assert_eq!(client.ask(&hits(40, user())).overall_code(), Admitted);
+    // 20 tokens are left in the small limit, which has used two thirds of its quota, and 60 in the large one.
+    let denied = client.ask(&hits(30, user()));
+    assert_eq!(summary(&denied), Answer(OverLimit, vec![(OverLimit, 0)]));
+    assert_eq!(denied.statuses[0].current_limit.as_ref().unwrap().name, "small");
+    let wait = denied.statuses[0].duration_until_reset.unwrap();
+    assert!((5..=11).contains(&wait.seconds), "10 tokens are missing: {wait:?}");
+}
+
+/// A denial from the cache does not charge the default cost again: it repeats a denial that was charged.
+#[test]
+fn repeated_denial_charges_the_default_cost_once() {
+    let config = CONFIG.replace("3/day\"\nalgorithm = \"fixed-window\"", "60/min\"\nburst = 1\ncharge = \"always\"");
+    let (_redis, _gateway, client) = start(&config);
+    assert_eq!(client.answer(&[login("a")]).0, Admitted);
+    for _ in 0..50 {
+        assert_eq!(client.answer(&[login("a")]).0, OverLimit);
+    }
+    // A peek is not answered from the cache.
+    let peek = RateLimitDescriptor { hits_addend: Some(0), ..login("a") };
+    let denied = client.ask(&request(&[peek]));
+    let wait = denied.statuses[0].duration_until_reset.unwrap();
+    assert!(wait.seconds < 10, "50 denials have charged their cost: {wait:?}");
+}
+
+#[test]
 fn yaml_domain_applies_the_limit_of_a_call_without_a_descriptor() {
     let (_redis, _gateway, client) = start_yaml(YAML);
     let with_limit = |requests_per_unit: u32| RateLimitDescriptor {

@@ -159,6 +159,35 @@ fn fallback_gets_no_request_that_a_server_may_have_executed() {
 }
 
 #[test]
+fn fallback_gets_a_request_after_a_timeout_only_with_retry_on_timeout() {
+    for (lines, status) in [("", 504), ("retry_on = [\"timeout\"]\n", 200)] {
+        let silent = serve(|mut stream| while read_request(&mut stream).is_some() {});
+        let two = Upstream::start();
+        let gateway = Gateway::start(&format!(
+            "[upstream.one]\nservers = [\"http://{silent}\"]\nresponse_timeout = \"100ms\"\n\
+             [upstream.two]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"all\"\npath = \"/\"\nupstream = \"one\"\nfallback = [\"two\"]\n{lines}",
+            two.url()
+        ));
+        assert_eq!(gateway.client().get("/").status, status, "{lines}");
+        assert_eq!(two.count(), usize::from(status == 200), "{lines}");
+    }
+}
+
+/// The upgrade of a connection belongs to the first attempt.
+#[test]
+fn request_with_an_upgrade_gets_no_fallback() {
+    let two = Upstream::start();
+    let down = format!("http://127.0.0.1:{}", free_port());
+    let gateway = with_fallback(&down, &two.url(), "websocket = true\nfallback = [\"two\"]");
+    let upgrade = [("Connection", "Upgrade"), ("Upgrade", "websocket"), ("Sec-WebSocket-Version", "13")];
+    let upgrade = [&upgrade[..], &[("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ==")]].concat();
+    assert_eq!(gateway.client().request("GET", "/v1/a", &upgrade, b"").status, 502);
+    assert_eq!(two.count(), 0);
+    assert_eq!(gateway.client().get("/v1/a").status, 200);
+}
+
+#[test]
 fn statuses_of_retry_on_lead_to_each_fallback_in_order() {
     let [one, two, three] = Server::start_many();
     let config = |rules: &str| {

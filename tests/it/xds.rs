@@ -18,7 +18,7 @@ use crate::support::gateway::{Gateway, binary};
 use crate::support::grpc::{Grpc, Reply, framed};
 use crate::support::management::Management;
 use crate::support::redis::free_port;
-use crate::support::reload::{metric, with_admin};
+use crate::support::reload::{ask, metric, with_admin};
 use crate::support::{eventually, signal};
 
 const METHOD: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
@@ -87,6 +87,12 @@ fn valid_resources_are_accepted_and_invalid_ones_rejected_while_the_previous_sta
     assert_eq!((quota(&client, "edge", "a"), quota(&client, "new", "a")), (3, 0));
     assert_eq!(metric(&gateway, "xds_responses_total{result=\"rejected\"}"), 1.0);
     assert_eq!(metric(&gateway, "config_last_reload_successful"), 0.0);
+    // A reload of the file uses the previous resources as well.
+    let reloads = |result: &str| metric(&gateway, &format!("config_reloads_total{{result=\"{result}\"}}"));
+    let before = ["ok", "error"].map(reloads);
+    let reply = ask(&gateway, "POST", "/api/reload");
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert_eq!(["ok", "error"].map(reloads), [before[0] + 1.0, before[1]]);
 
     let garbage = Any { type_url: RATE_LIMIT_CONFIG.to_owned(), value: Bytes::from_static(b"\xff\xff") };
     let other_type = Any { type_url: "type.googleapis.com/google.protobuf.Empty".to_owned(), value: Bytes::new() };
@@ -106,6 +112,23 @@ fn valid_resources_are_accepted_and_invalid_ones_rejected_while_the_previous_sta
     assert_eq!(metric(&gateway, "xds_responses_total{result=\"rejected\"}"), 3.0);
     assert_eq!(metric(&gateway, "xds_connected"), 1.0);
     assert_eq!(metric(&gateway, "config_last_reload_successful"), 1.0);
+}
+
+/// Servers send the resources in any order.
+#[test]
+fn resources_in_another_order_are_the_same() {
+    let server = Management::start(0);
+    let gateway = Gateway::start(&config(server.address.port(), ""));
+    server.request();
+    let reloads = || metric(&gateway, "config_reloads_total{result=\"ok\"}");
+    assert_eq!(server.exchange("1", &[domain("edge", 3), domain("other", 5)]).error_detail, None);
+    let before = reloads();
+    for (version, names) in [("2", ["other", "edge"]), ("3", ["edge", "other"])] {
+        let resources = names.map(|name| domain(name, if name == "edge" { 3 } else { 5 }));
+        let accepted = server.exchange(version, &resources);
+        assert_eq!((&*accepted.version_info, accepted.error_detail), (version, None));
+    }
+    assert_eq!(reloads(), before, "nothing has changed");
 }
 
 #[test]
