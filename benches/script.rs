@@ -12,6 +12,7 @@ use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::key::{Identity, IdentityHasher, Key, StateName};
 use sluicegate::limiter::quota::Quota;
+use sluicegate::limiter::redis::StateLayout;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
@@ -76,29 +77,37 @@ fn measure_round(
 ) -> f64 {
     let parts = AlgorithmSet::for_rules(rules.iter().copied()).with_usage(usages > 0);
     let days = UsageDays::new("UTC").unwrap();
-    let bucket = |rule: &Rule| StateName::new(&IdentityHasher::new(""), name, &rule.shape());
-    let limits = |(index, rule): (usize, &&Rule)| {
-        let key = Key { identity: Identity(0), state_name: &bucket(rule) };
-        LimitArgs::from_charge(
-            &Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0, usage: None },
-            0,
-        )
-        .with_usage((index < usages).then(|| days.day_at(0).at_any_time()))
+    let state_of = |(index, rule): (usize, &&Rule)| {
+        StateName::new(&IdentityHasher::new(""), &format!("{name} {index}"), &rule.shape())
     };
-    let terms: Vec<_> = rules.iter().enumerate().map(limits).collect();
-    let script = script(script::script_variant(Operation::Check, &terms), parts);
+    let states: Vec<_> = rules.iter().enumerate().map(state_of).collect();
+    let charge = |(rule, state_name)| {
+        let key = Key { identity: Identity(0), state_name };
+        Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0, usage: None }
+    };
+    let charges: Vec<_> = rules.iter().copied().zip(&states).map(charge).collect();
+    let day = |index| (index < usages).then(|| days.day_at(0).at_any_time());
+    let terms: Vec<_> =
+        (0..charges.len()).map(|index| LimitArgs::new(&charges, index, 0).with_usage(day(index))).collect();
+    let layout = StateLayout::default();
+    let script = script(script::script_variant(&layout, Operation::Check, &terms), parts);
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.source).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
-    let mut argument = script::start_argument(0, 1, terms.len());
+    let mut argument = script::start_argument(0, &layout, 1, terms.len());
     script::append_group(&mut argument, requests, Operation::Check, &terms);
+    let names = script::state_names_argument(states.iter().map(|state| &**state.name()));
+    let keys_per_request = terms.iter().filter(|limit| limit.has_key()).count();
     let mut sent = 0;
     for _ in 0..PIPELINES_PER_ROUND {
         let mut pipe = redis::pipe();
         for _ in 0..PIPELINE_LENGTH / requests {
-            let call = pipe.cmd("EVALSHA").arg(&script.sha).arg(requests * (rules.len() + usages));
+            let call = pipe.cmd("EVALSHA").arg(&script.sha).arg(requests * (keys_per_request + usages));
             for request in sent..sent + requests {
-                for index in 0..rules.len() {
-                    call.arg(format!("rl:{{{:032}}}:{name}:{index}", request % 1000));
+                for limit in terms.iter().filter(|limit| limit.has_key()) {
+                    let mut key = Vec::new();
+                    let identity = Identity(request as u128 % 1000);
+                    limit.write_key(&Key { identity, state_name: &states[0] }, "rl", &mut key);
+                    call.arg(key);
                 }
             }
             for request in sent..sent + requests {
@@ -107,7 +116,7 @@ fn measure_round(
                 }
             }
             sent += requests;
-            call.arg(&argument);
+            call.arg(&argument).arg(&names);
             if usages > 0 {
                 let groups = std::iter::once(&*terms);
                 call.arg(script::usage_argument(groups));

@@ -2,10 +2,12 @@
 -- charges all limits of a request or none.
 -- This header describes the arguments and replies of all drivers, and the variables of all algorithms.
 --
--- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster, all keys are in the same slot.
+-- KEYS     The keys of the states: for each request, one for each limit with a place other than `s`. In Redis Cluster, all
+--          keys are in the same slot. The scripts also use keys that states.lua derives from these keys.
 -- ARGV[1]  A binary string with values in the formats of struct.pack: `d` is a little-endian double of 8 bytes, `c1` is
 --          one letter, and `c8` is 8 bytes. All times are in microseconds.
 --          `d`   Current time, or 0 to use the clock of Redis.
+--          `c1`  Layout: `i` or `o` (see states.lua).
 --          The groups follow, in the order of their keys. A group is a list of requests that differ only in their keys.
 --          For each group:
 --          `d`   Number of requests.
@@ -25,9 +27,16 @@
 --                `s`  Shadow: the limit never denies a request.
 --                `p`  Deferred: the cost is charged after the response.
 --                `b`  Both shadow and deferred.
+--          `c1`  Place of the state, one of these letters. States with three fields are in the value of an identity.
+--                `f`  The key is that of an identity which no limit before has.
+--                `s`  The limit has no key: its identity is that of the limit before.
+--                `a`  The key is that of an identity which a limit before has, but not the one directly before.
+--                `o`  The state has a key of its own, because it does not have three fields.
+--          `d`   Id of the state in the value of its identity.
 --          `d`   Cost.
 --          `d`, `d`, `d`, `c8`  Parameters a, b, c and d of the kind (see the algorithm files).
--- ARGV[2]  Only in scripts that count usage: a binary string with three values for each limit of each group.
+-- ARGV[2]  The name of the state of each limit of each group, each followed by a line feed.
+-- ARGV[3]  Only in scripts that count usage: a binary string with three values for each limit of each group.
 --          `d`   Day of the month, or 0 if the usage of the limit is not counted.
 --          `d`   Start of the day.
 --          `d`   End of the day.
@@ -37,8 +46,8 @@
 --          cost charged on this day, less refunds.
 --          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
 --          writes nothing.
--- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
---          status, remaining, reset_us and retry_us. single.lua and small.lua reply with other values, see below.
+-- Reply    A binary string with the current time (`d`) and a letter. After the letter `o`, five values (`d`) follow for
+--          each limit of each request: granted, status, remaining, reset_us and retry_us.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
 --          tokens that were taken.
 --          Status has one of these values:
@@ -51,10 +60,14 @@
 --          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
 --          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
 --          error of Redis.
---          The drivers of single.lua and small.lua reply with the current time (`d`), then one letter for each request
---          (`a` admitted, `d` denied, `e` error) and the states of its limits before the request, without separators. A
---          state that does not exist is 32 bytes of 0. The gateway computes the outcomes from the states, with the same
---          algorithms in Rust. This needs 10 to 17 % less CPU time in Redis than computing and packing the outcomes.
+--          The drivers of single.lua and small.lua reply with the letter `s` and the states before the request. The
+--          gateway computes the outcomes from these states, with the same algorithms in Rust. For each request, one
+--          letter follows:
+--          `a`, `d`  Admitted or denied. The value of the identity follows, which consists of the states of the limits
+--                    in their order.
+--          `m`, `n`  Admitted or denied. Four numbers (`d`) follow for each limit: the time until which the state is
+--                    kept, and its fields. If there is no state, they are 0.
+--          `e`       Error. Nothing follows.
 -- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
 -- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals. In the algorithms,
 -- the blocks `outcome` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
@@ -80,14 +93,12 @@
 -- state. A repair is necessary in two cases: the clock was set back, so that a stored time is in the future, or the
 -- rate of a token bucket was lowered.
 --
--- The states of the kinds B, F, K, W and X have three fields. The value of their key has 32 bytes: four little-endian
--- 64-bit integers, which are the time at which the key expires and the three fields. If this value were text, a check
--- would need 20 % more CPU time.
--- A state ends at the time from which it has the same effect as no state. The slack of a key is the time between the
--- end of its state and the expiry of the key. The slack is at least half a second, so that no decision depends on the
--- moment at which Redis deletes the key. SET writes a TTL with a slack of one second (KEY_SLACK_MS). If the current TTL
--- already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US, SETRANGE writes only the fields and keeps this
--- TTL. SETRANGE needs half as much CPU time as SET.
+-- The states of the kinds B, F, K, W and X have three fields (see states.lua). The states of the other kinds have keys of
+-- their own.
+-- A state ends at the time from which it has the same effect as no state. Its slack is the time between its end and the
+-- time until which it is kept. The slack is at least half a second, so that no decision depends on the moment at which
+-- Redis deletes a key. A new state is kept for one second after its end (KEY_SLACK_MS). If the time until which the state
+-- before is kept gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US, this time stays the same.
 -- Beyond `maxmemory`, Redis rejects commands that may need memory (for example SET, SETRANGE, ZADD, RPUSH and HINCRBY),
 -- unless the script has already written something. Therefore the first write of a charge is such a command. Groups that
 -- may begin with a delete (R, N) are at the end of a call, because Redis would accept all writes after a delete.
@@ -99,28 +110,32 @@ local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, stri
 -- The function `unpack` of Lua 5.1 is `table.unpack` in later versions.
 local unpack_list = table.unpack or unpack
 local pack, unpack = struct.pack, struct.unpack
--- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
--- STATE_BYTES is the size of a state with three fields.
-local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
+-- CALL_BYTES is the size in bytes of the numbers before the groups in ARGV[1], GROUP_BYTES the size of a group without
+-- its limits, and LIMIT_BYTES the size of a limit.
+local CALL_BYTES, GROUP_BYTES, LIMIT_BYTES = 9, 25, 51
 -- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
 -- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- The header describes the slack of a key.
+-- The header describes the slack of a state.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
+local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 2
 --@usage
 -- USAGE_BYTES is the number of bytes in ARGV[2] for each limit. USAGE_TTL_MS (400 days) is the TTL of a hash of usage
 -- totals. The first charge of each day renews the TTL.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
-local usage_args, usage_position, usage_key_count = ARGV[2], 1, 0
-argument_count = 2
+local usage_args, usage_position, usage_key_count = ARGV[3], 1, 0
+argument_count = 3
 --@end usage
-if #ARGV ~= argument_count or #args < 8 then
+if #ARGV ~= argument_count or #args < CALL_BYTES then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups of arguments before the script performs the first request.
-local now, position = unpack('<d', args)
+local now, layout, position = unpack('<dc1', args)
+local limit_count = 0
+if layout ~= 'i' and layout ~= 'o' then
+  return redis.error_reply('RLARG unknown layout')
+end
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
     return redis.error_reply('RLARG wrong number of arguments')
@@ -135,7 +150,7 @@ while position <= #args do
     and operation ~= 'N' then
     return redis.error_reply('RLARG unknown operation')
   end
-  local checks = {}
+  local checks, keys_per_request = {}, 0
   --@usage
   local usages, usages_per_request = {}, 0
   if #usage_args - usage_position + 1 < USAGE_BYTES * limits then
@@ -153,22 +168,26 @@ while position <= #args do
   usage_key_count = usage_key_count + requests * usages_per_request
   --@end usage
   for i = 1, limits do
-    local kind, flag, cost, a, b, c, d
-    kind, flag, cost, a, b, c, d, position = unpack('<c1c1ddddc8', args, position)
+    local kind, flag, place, id, cost, a, b, c, d
+    kind, flag, place, id, cost, a, b, c, d, position = unpack('<c1c1c1dddddc8', args, position)
+    if place ~= 's' then keys_per_request = keys_per_request + 1
+    elseif keys_per_request == 0 then return redis.error_reply('RLARG no key precedes a limit without a key') end
+    limit_count = limit_count + 1
     checks[i] = {
-      kind = kind, cost = cost, a = a, b = b, c = c, d = d,
+      kind = kind, cost = cost, a = a, b = b, c = c, d = d, id = id, number = limit_count, has_key = place ~= 's',
       is_shadow = flag == 's' or flag == 'b',
       is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
-      -- The following fields are results of the current request. Table sizes in Lua are powers of two, and this table
-      -- has 16 fields: one more field would double its memory.
+      -- The following fields are results of the current request.
       status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
     }
   end
-  groups[#groups + 1] = { requests = requests, operation = operation, charged_at = charged_at, checks = checks }
+  groups[#groups + 1] = {
+    requests = requests, operation = operation, charged_at = charged_at, checks = checks, keys = keys_per_request,
+  }
   --@usage
   groups[#groups].usages, groups[#groups].usages_per_request = usages, usages_per_request
   --@end usage
-  key_count = key_count + requests * limits
+  key_count = key_count + requests * keys_per_request
 end
 --@usage
 -- KEYS contains all state keys, then the usage keys. The usage keys of the current request start after this index.
@@ -186,12 +205,14 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, failures = {pack('<d', now)}, nil
+--@states
+local replies, failures = {pack('<dc1', now, 'o')}, nil
 local operation, charged_at, checks
 --@usage
 local usages
 --@end usage
--- Perform the request whose first key has the index `key_offset` + 1. Return an error reply, or nothing.
+-- Perform the request whose first key has the index `key_offset` + 1. Append its outcomes to the replies. Return an error
+-- reply, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
   --@usage
@@ -205,19 +226,27 @@ local function decide(key_offset)
   -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
   -- them. `memo` keeps the states that the first run has parsed.
   local memo
+  -- The values of the identities by their keys.
+  local values = {}
   if operation == 'T' then op, requested, memo = 'P', 0, {} end
   repeat
     admitted = true
+    local key_index = key_offset
     for i = 1, #checks do
-      local check, key = checks[i], keys[key_offset + i]
+      local check = checks[i]
+      if check.has_key then key_index = key_index + 1 end
+      local key = keys[key_index]
       local kind, cost, a, b, c, d = check.kind, requested or check.cost, check.a, check.b, check.c, check.d
       local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
       local ttl_us, new_field1, new_field2, new_field3, new_state, commit
       local key_expires_at, field1, field2, field3
-      local state = kind ~= 'S' and kind ~= 'L' and kind ~= 'C' and call('GET', key)
-      if state then
-        if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
-        key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
+      check.key = key
+      if kind ~= 'S' and kind ~= 'L' and kind ~= 'C' then
+        if values[key] == nil then values[key] = call('GET', key) end
+        check.value = values[key]
+        check.position, check.own_key, key_expires_at, field1, field2, field3 =
+          read_state(key, check.value, check.id, check.number)
+        if type(check.position) == 'table' then return check.position end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
       -- one token remains.
@@ -235,22 +264,20 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is the new state, or a function that writes the new state. The value false means that the new state is
-      -- empty, and nil means that the state does not change. If `change` is a state, `ttl_ms` is the new TTL of the
-      -- key, or 0 to keep the TTL.
-      local change, ttl_ms = commit, nil
-      if ttl_us then
+      -- `change` is a function that writes the new state, or the new state. The value false means that the new state is
+      -- empty, and nil means that the state does not change. `kept_until` is the time until which the new state is kept.
+      -- If the new state has no fields, `ttl_ms` is the TTL of its key.
+      local change, ttl_ms, kept_until = commit, nil, nil
+      if new_state then change, ttl_ms = new_state, ceil(ttl_us / 1000) + KEY_SLACK_MS
+      elseif ttl_us then
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
-        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-          change, ttl_ms = pack('<i8i8i8', new_field1, new_field2, new_field3), 0
-        else
-          ttl_ms = ceil(ttl_us / 1000) + KEY_SLACK_MS
-          change = new_state or pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1, new_field2, new_field3)
-        end
+        kept_until = slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US and key_expires_at
+          or now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
+        change = {new_field1, new_field2, new_field3}
       elseif ttl_us == false then change = false end
       check.status, check.remaining, check.reset_us, check.retry_us = status, remaining, reset_us, retry_us
       check.free, check.free_reset_us = free, free_reset_us
-      check.change, check.ttl_ms = change, ttl_ms
+      check.change, check.ttl_ms, check.kept_until = change, ttl_ms, kept_until
     end
     local is_last_pass = operation ~= 'T' or granted
     if not is_last_pass then
@@ -283,25 +310,38 @@ local function decide(key_offset)
     end
   end
   --@end usage
+  local changes = {}
   for i = 1, #checks do
-    local check, key = checks[i], keys[key_offset + i]
-    local change, ttl_ms = check.change, check.ttl_ms
-    if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) then
-      if ttl_ms == 0 then call('SETRANGE', key, '8', change)
-      elseif ttl_ms then call('SET', key, change, 'PX', format('%d', ttl_ms))
-      elseif change then
+    local check = checks[i]
+    local change, kept_until = check.change, check.kept_until
+    -- Remove a state only for refunds. If another operation results in an empty state, the stored state already had no
+    -- effect.
+    if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) and (change or operation == 'R') then
+      if type(change) == 'function' then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Delete the key only for refunds. If another operation results in an empty state, the stored state already had
-      -- no effect.
-      elseif operation == 'R' then call('DEL', key) end
+      elseif check.ttl_ms then call('SET', check.key, change, 'PX', format('%d', check.ttl_ms))
+      elseif check.kind == 'S' then call('DEL', check.key)
+      elseif layout == 'o' and not check.position then
+        write_own_state(own_key_of(check.key, check.number), check.own_key, kept_until, change)
+      elseif change or check.position then
+        check.state = change and pack('<ddddd', check.id, kept_until, change[1], change[2], change[3])
+        if not change then check.kept_until = nil end
+        changes[#changes + 1] = check
+      elseif check.own_key then call('DEL', check.own_key) end
     end
+  end
+  local failure = write_states(changes)
+  if failure then return failure end
+  for i = 1, #checks do
+    local check = checks[i]
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
-    replies[key_offset + i + 1] = pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
+    replies[#replies + 1] =
+      pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
   end
 end
 
-local key_offset = 0
+local key_offset, limit_offset = 0, 0
 for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
@@ -317,10 +357,10 @@ for g = 1, #groups do
         failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
       end
       failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = key_offset, failure
-      for i = 1, #checks do replies[key_offset + i + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
+      failures[#failures + 1], failures[#failures + 2] = limit_offset, failure
+      for _ = 1, #checks do replies[#replies + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
     end
-    key_offset = key_offset + #checks
+    key_offset, limit_offset = key_offset + group.keys, limit_offset + #checks
     --@usage
     usage_offset = usage_offset + group.usages_per_request
     --@end usage

@@ -8,33 +8,31 @@
 -- This driver calls Redis commands with redis.pcall. If one request fails, the other requests of the call succeed.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- GROUP_BYTES is the size in bytes of a group with its limit in ARGV[1] (see generic.lua for the format). STATE_BYTES
--- is the size of a state.
-local GROUP_BYTES, STATE_BYTES = 67, 32
+-- CALL_BYTES is the size in bytes of the numbers before the groups in ARGV[1], and GROUP_BYTES the size of a group with
+-- its limit (see generic.lua for the format).
+local CALL_BYTES, GROUP_BYTES = 9, 76
 -- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
 -- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- The slack of a key is the time between the end of its state and the expiry of the key. SET writes a TTL with a slack
--- of one second (KEY_SLACK_MS). If the current TTL already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US,
--- SETRANGE writes only the fields and keeps this TTL.
+-- The header of generic.lua describes the slack of a state.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 1
+local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 2
 --@usage
 -- USAGE_BYTES is the number of bytes in ARGV[2] for each limit. USAGE_TTL_MS (400 days) is the TTL of a hash of usage
 -- totals. The first charge of each day renews the TTL.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
-local usage_args, usage_key_count, type = ARGV[2], 0, type
-argument_count = 2
+local usage_args, usage_key_count = ARGV[3], 0
+argument_count = 3
 --@end usage
-if #ARGV ~= argument_count or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
+if #ARGV ~= argument_count or #args < CALL_BYTES or (#args - CALL_BYTES) % GROUP_BYTES ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups of arguments before the script performs the first check. If there is only one group, its values
 -- stay in the variables, and the second loop does not unpack them again.
-local now, position = unpack('<d', args)
-local groups, key_count = (#args - 8) / GROUP_BYTES, 0
-local requests, operation, _, limits, kind, flag, requested, a, b, c, d
+local now, layout, position = unpack('<dc1', args)
+local groups, key_count = (#args - CALL_BYTES) / GROUP_BYTES, 0
+local requests, operation, _, limits, kind, flag, place, id, requested, a, b, c, d
 --@usage
 local day, day_start, day_end
 if #usage_args ~= USAGE_BYTES * groups then
@@ -42,8 +40,10 @@ if #usage_args ~= USAGE_BYTES * groups then
 end
 --@end usage
 for group = 1, groups do
-  requests, operation, _, limits, kind, flag, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
-  if operation ~= 'C' and (operation ~= 'T' or not (requested >= 1)) or limits ~= 1 or flag ~= '-'
+  requests, operation, _, limits, kind, flag, place, id, requested, a, b, c, d, position =
+    unpack('<dc1ddc1c1c1dddddc8', args, position)
+  if layout ~= 'i' or operation ~= 'C' and (operation ~= 'T' or not (requested >= 1)) or limits ~= 1 or flag ~= '-'
+    or place ~= 'f'
     or kind ~= 'B' and kind ~= 'F' and kind ~= 'X' and kind ~= 'W' or not (requests >= 1 and requests % 1 == 0) then
     return redis.error_reply('RLARG only checks with one limit each are supported')
   end
@@ -68,12 +68,13 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_offset = {pack('<d', now)}, 1, nil, 0
-local no_state = string.rep('\0', STATE_BYTES)
-position = 9
+local replies, reply_count, failures, key_offset = {pack('<dc1', now, 's')}, 1, nil, 0
+position = CALL_BYTES + 1
+--@states
 for group = 1, groups do
   if groups > 1 then
-    requests, operation, _, _, kind, _, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
+    requests, operation, _, _, kind, _, _, id, requested, a, b, c, d, position =
+      unpack('<dc1ddc1c1c1dddddc8', args, position)
     --@usage
     day, day_start, day_end = unpack('<ddd', usage_args, USAGE_BYTES * (group - 1) + 1)
     --@end usage
@@ -85,11 +86,17 @@ for group = 1, groups do
     local key, op, cost, status = keys[i], 'C', requested, 0
     local free, free_reset_us, reset_us = 0, nil, nil
     local ttl_us, new_field1, new_field2, new_field3
-    local key_expires_at, field1, field2, field3, failure
-    local state = call('GET', key)
-    if state then
-      if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
-      else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+    local key_expires_at, field1, field2, field3, failure, state_position, own_key
+    local value, value_expires_at, first_id = call('GET', key), 0, nil
+    -- Most values have one state.
+    if value and #value == HEADER_BYTES + STATE_BYTES then
+      value_expires_at, first_id, key_expires_at, field1, field2, field3 = unpack('<dddddd', value)
+      state_position = HEADER_BYTES + 1
+    end
+    if first_id ~= id then
+      state_position, own_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      if type(state_position) == 'table' then failure = state_position
+      elseif value then value_expires_at = unpack('<d', value) end
     end
     --@usage
     if is_other_day and not failure then
@@ -126,23 +133,44 @@ for group = 1, groups do
     --@end usage
     if ttl_us then
       local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
-      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-        local length = call('SETRANGE', key, '8', pack('<i8i8i8', new_field1, new_field2, new_field3))
-        failure = length ~= STATE_BYTES and length
-      else
-        local ttl_ms = ceil(ttl_us / 1000) + KEY_SLACK_MS
-        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1, new_field2, new_field3)
-        local result = call('SET', key, new_state, 'PX', format('%d', ttl_ms))
+      local kept_until = key_expires_at
+      if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
+        kept_until = now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
+      end
+      if state_position and (first_id ~= id or kept_until <= value_expires_at) then
+        local length = call('SETRANGE', key, first_id == id and '16' or offset_of(state_position),
+          pack('<dddd', kept_until, new_field1, new_field2, new_field3))
+        failure = length ~= #value and length
+        if kept_until > value_expires_at and not failure then
+          local result = extend(key, kept_until)
+          failure = type(result) == 'table' and result
+        end
+      elseif first_id == id or not value and not own_key then
+        local ttl_ms = ttl_of(kept_until)
+        local new_value = pack('<dddddd', now + ttl_ms * 1000, id, kept_until, new_field1, new_field2, new_field3)
+        local result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
         failure = result.err and result
+      else
+        failure = write_states({{
+          key = key, value = value, position = state_position, own_key = own_key, id = id, kept_until = kept_until,
+          state = pack('<ddddd', id, kept_until, new_field1, new_field2, new_field3),
+        }})
       end
     end
     if failure then
       failures = failures or {}
       failures[#failures + 1], failures[#failures + 2] = i - 1, failure
     end
-    replies[reply_count + 1] = failure and 'e' or status == 0 and 'a' or 'd'
-    replies[reply_count + 2] = not failure and state or no_state
-    reply_count = reply_count + 2
+    if failure then replies[reply_count + 1] = 'e'
+    elseif first_id == id then
+      replies[reply_count + 1], replies[reply_count + 2] = status == 0 and 'a' or 'd', value
+      reply_count = reply_count + 1
+    else
+      replies[reply_count + 1] = status == 0 and 'm' or 'n'
+      replies[reply_count + 2] = pack('<dddd', key_expires_at or 0, field1 or 0, field2 or 0, field3 or 0)
+      reply_count = reply_count + 1
+    end
+    reply_count = reply_count + 1
   end
   key_offset = key_offset + requests
 end

@@ -5,10 +5,12 @@
 -- charges all limits of a request or none.
 -- This header describes the arguments and replies of all drivers, and the variables of all algorithms.
 --
--- KEYS     The keys of the states: one for each limit of each request. In Redis Cluster, all keys are in the same slot.
+-- KEYS     The keys of the states: for each request, one for each limit with a place other than `s`. In Redis Cluster, all
+--          keys are in the same slot. The scripts also use keys that states.lua derives from these keys.
 -- ARGV[1]  A binary string with values in the formats of struct.pack: `d` is a little-endian double of 8 bytes, `c1` is
 --          one letter, and `c8` is 8 bytes. All times are in microseconds.
 --          `d`   Current time, or 0 to use the clock of Redis.
+--          `c1`  Layout: `i` or `o` (see states.lua).
 --          The groups follow, in the order of their keys. A group is a list of requests that differ only in their keys.
 --          For each group:
 --          `d`   Number of requests.
@@ -28,9 +30,16 @@
 --                `s`  Shadow: the limit never denies a request.
 --                `p`  Deferred: the cost is charged after the response.
 --                `b`  Both shadow and deferred.
+--          `c1`  Place of the state, one of these letters. States with three fields are in the value of an identity.
+--                `f`  The key is that of an identity which no limit before has.
+--                `s`  The limit has no key: its identity is that of the limit before.
+--                `a`  The key is that of an identity which a limit before has, but not the one directly before.
+--                `o`  The state has a key of its own, because it does not have three fields.
+--          `d`   Id of the state in the value of its identity.
 --          `d`   Cost.
 --          `d`, `d`, `d`, `c8`  Parameters a, b, c and d of the kind (see the algorithm files).
--- ARGV[2]  Only in scripts that count usage: a binary string with three values for each limit of each group.
+-- ARGV[2]  The name of the state of each limit of each group, each followed by a line feed.
+-- ARGV[3]  Only in scripts that count usage: a binary string with three values for each limit of each group.
 --          `d`   Day of the month, or 0 if the usage of the limit is not counted.
 --          `d`   Start of the day.
 --          `d`   End of the day.
@@ -40,8 +49,8 @@
 --          cost charged on this day, less refunds.
 --          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
 --          writes nothing.
--- Reply    A binary string with the current time (`d`), then five values (`d`) for each limit of each request: granted,
---          status, remaining, reset_us and retry_us. single.lua and small.lua reply with other values, see below.
+-- Reply    A binary string with the current time (`d`) and a letter. After the letter `o`, five values (`d`) follow for
+--          each limit of each request: granted, status, remaining, reset_us and retry_us.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
 --          tokens that were taken.
 --          Status has one of these values:
@@ -54,10 +63,14 @@
 --          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
 --          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
 --          error of Redis.
---          The drivers of single.lua and small.lua reply with the current time (`d`), then one letter for each request
---          (`a` admitted, `d` denied, `e` error) and the states of its limits before the request, without separators. A
---          state that does not exist is 32 bytes of 0. The gateway computes the outcomes from the states, with the same
---          algorithms in Rust. This needs 10 to 17 % less CPU time in Redis than computing and packing the outcomes.
+--          The drivers of single.lua and small.lua reply with the letter `s` and the states before the request. The
+--          gateway computes the outcomes from these states, with the same algorithms in Rust. For each request, one
+--          letter follows:
+--          `a`, `d`  Admitted or denied. The value of the identity follows, which consists of the states of the limits
+--                    in their order.
+--          `m`, `n`  Admitted or denied. Four numbers (`d`) follow for each limit: the time until which the state is
+--                    kept, and its fields. If there is no state, they are 0.
+--          `e`       Error. Nothing follows.
 -- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
 -- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals. In the algorithms,
 -- the blocks `outcome` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
@@ -83,14 +96,12 @@
 -- state. A repair is necessary in two cases: the clock was set back, so that a stored time is in the future, or the
 -- rate of a token bucket was lowered.
 --
--- The states of the kinds B, F, K, W and X have three fields. The value of their key has 32 bytes: four little-endian
--- 64-bit integers, which are the time at which the key expires and the three fields. If this value were text, a check
--- would need 20 % more CPU time.
--- A state ends at the time from which it has the same effect as no state. The slack of a key is the time between the
--- end of its state and the expiry of the key. The slack is at least half a second, so that no decision depends on the
--- moment at which Redis deletes the key. SET writes a TTL with a slack of one second (KEY_SLACK_MS). If the current TTL
--- already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US, SETRANGE writes only the fields and keeps this
--- TTL. SETRANGE needs half as much CPU time as SET.
+-- The states of the kinds B, F, K, W and X have three fields (see states.lua). The states of the other kinds have keys of
+-- their own.
+-- A state ends at the time from which it has the same effect as no state. Its slack is the time between its end and the
+-- time until which it is kept. The slack is at least half a second, so that no decision depends on the moment at which
+-- Redis deletes a key. A new state is kept for one second after its end (KEY_SLACK_MS). If the time until which the state
+-- before is kept gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US, this time stays the same.
 -- Beyond `maxmemory`, Redis rejects commands that may need memory (for example SET, SETRANGE, ZADD, RPUSH and HINCRBY),
 -- unless the script has already written something. Therefore the first write of a charge is such a command. Groups that
 -- may begin with a delete (R, N) are at the end of a call, because Redis would accept all writes after a delete.
@@ -102,21 +113,25 @@ local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, stri
 -- The function `unpack` of Lua 5.1 is `table.unpack` in later versions.
 local unpack_list = table.unpack or unpack
 local pack, unpack = struct.pack, struct.unpack
--- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1].
--- STATE_BYTES is the size of a state with three fields.
-local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
+-- CALL_BYTES is the size in bytes of the numbers before the groups in ARGV[1], GROUP_BYTES the size of a group without
+-- its limits, and LIMIT_BYTES the size of a limit.
+local CALL_BYTES, GROUP_BYTES, LIMIT_BYTES = 9, 25, 51
 -- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
 -- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- The header describes the slack of a key.
+-- The header describes the slack of a state.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 1
-if #ARGV ~= argument_count or #args < 8 then
+local args, keys, groups, key_count, argument_count = ARGV[1], KEYS, {}, 0, 2
+if #ARGV ~= argument_count or #args < CALL_BYTES then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups of arguments before the script performs the first request.
-local now, position = unpack('<d', args)
+local now, layout, position = unpack('<dc1', args)
+local limit_count = 0
+if layout ~= 'i' and layout ~= 'o' then
+  return redis.error_reply('RLARG unknown layout')
+end
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
     return redis.error_reply('RLARG wrong number of arguments')
@@ -131,21 +146,25 @@ while position <= #args do
     and operation ~= 'N' then
     return redis.error_reply('RLARG unknown operation')
   end
-  local checks = {}
+  local checks, keys_per_request = {}, 0
   for i = 1, limits do
-    local kind, flag, cost, a, b, c, d
-    kind, flag, cost, a, b, c, d, position = unpack('<c1c1ddddc8', args, position)
+    local kind, flag, place, id, cost, a, b, c, d
+    kind, flag, place, id, cost, a, b, c, d, position = unpack('<c1c1c1dddddc8', args, position)
+    if place ~= 's' then keys_per_request = keys_per_request + 1
+    elseif keys_per_request == 0 then return redis.error_reply('RLARG no key precedes a limit without a key') end
+    limit_count = limit_count + 1
     checks[i] = {
-      kind = kind, cost = cost, a = a, b = b, c = c, d = d,
+      kind = kind, cost = cost, a = a, b = b, c = c, d = d, id = id, number = limit_count, has_key = place ~= 's',
       is_shadow = flag == 's' or flag == 'b',
       is_deferred = operation == 'C' and (flag == 'p' or flag == 'b'),
-      -- The following fields are results of the current request. Table sizes in Lua are powers of two, and this table
-      -- has 16 fields: one more field would double its memory.
+      -- The following fields are results of the current request.
       status = 0, remaining = 0, reset_us = 0, retry_us = 0, free = 0, free_reset_us = 0, change = false, ttl_ms = 0,
     }
   end
-  groups[#groups + 1] = { requests = requests, operation = operation, charged_at = charged_at, checks = checks }
-  key_count = key_count + requests * limits
+  groups[#groups + 1] = {
+    requests = requests, operation = operation, charged_at = charged_at, checks = checks, keys = keys_per_request,
+  }
+  key_count = key_count + requests * keys_per_request
 end
 if key_count == 0 or key_count ~= #keys then
   return redis.error_reply('RLARG wrong number of keys')
@@ -155,27 +174,176 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, failures = {pack('<d', now)}, nil
+local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
+local offset_of, read_state, ttl_of, extend, write_states
+local own_key_of, write_own_state
+-- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
+do
+  local MAX_STATES, OWN_STATE_BYTES, IDENTITY_SUFFIX, concat = 16, 32, 'states', table.concat
+  local state_names, offsets = nil, {}
+
+  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
+  -- assignments, so the texts are kept.
+  function offset_of(position)
+    local offset = offsets[position]
+    if not offset then
+      offset = format('%d', position + 7)
+      offsets[position] = offset
+    end
+    return offset
+  end
+
+  -- Return the name of the own key of a state. `number` is the number of the limit, counted over all groups.
+  local function name_key(key, number)
+    if not state_names then
+      state_names = {}
+      for name in string.gmatch(ARGV[2], '[^\n]+') do state_names[#state_names + 1] = name end
+    end
+    return byte_range(key, 1, -1 - #IDENTITY_SUFFIX) .. state_names[number]
+  end
+
+  -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
+  -- groups. Return the position of the state in the value, or nil, its own key if it has one, the time until which it is
+  -- kept, and its fields. If the state cannot be read, return an error reply.
+  function read_state(key, value, id, number)
+    if value then
+      if value.err then return value end
+      if #value % STATE_BYTES ~= HEADER_BYTES then
+        return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
+      end
+      for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+        local other, kept_until, field1, field2, field3 = unpack('<ddddd', value, position)
+        if other == id then return position, nil, kept_until, field1, field2, field3 end
+      end
+    end
+    local own_key = name_key(key, number)
+    local state = call('GET', own_key)
+    if not state then return end
+    if #state == OWN_STATE_BYTES then return nil, own_key, unpack('<i8i8i8i8', state) end
+    return state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
+  end
+
+  -- Return the TTL of a key whose states are kept until this time. It is longer than necessary, so that most charges
+  -- need no new TTL.
+  function ttl_of(kept_until)
+    local ttl_ms = ceil((kept_until - now) / 1000)
+    return ttl_ms < 8000 and (ttl_ms < 0 and 2000 or ttl_ms + 1000) or ttl_ms + floor(ttl_ms / 8)
+  end
+
+  -- Extend the TTL of the key of an identity, so that a state is kept until this time. Return the time at which the key
+  -- expires, or an error reply.
+  function extend(key, kept_until)
+    local ttl_ms = ttl_of(kept_until)
+    local expires_at = now + ttl_ms * 1000
+    local result = call('PEXPIRE', key, format('%d', ttl_ms))
+    if result == 1 then result = call('SETRANGE', key, '0', pack('<d', expires_at)) end
+    return type(result) == 'table' and result or expires_at
+  end
+
+  -- Write the value of an identity with changed states. `value` is the value before, or false. `changes` is a list of
+  -- tables with the fields `id`, `kept_until` and `state` (the numbers of the state). A state without `kept_until` is
+  -- removed. Return the reply of Redis.
+  local function rewrite(key, value, changes)
+    value = value or ''
+    local by_id, states, kept_until = {}, {}, 0
+    local is_full = #value >= HEADER_BYTES + MAX_STATES * STATE_BYTES
+    for i = 1, #changes do by_id[changes[i].id] = changes[i] end
+    local function add(state, time)
+      states[#states + 1] = state
+      if time > kept_until then kept_until = time end
+    end
+    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+      local id, time = unpack('<dd', value, position)
+      local change = by_id[id]
+      if change then
+        by_id[id] = nil
+        if change.kept_until then add(change.state, change.kept_until) end
+      elseif not is_full or time > now then add(byte_range(value, position, position + STATE_BYTES - 1), time) end
+    end
+    for i = 1, #changes do
+      local change = changes[i]
+      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+    end
+    if #states == 0 then return call('DEL', key) end
+    local ttl_ms = ttl_of(kept_until)
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+  end
+
+  own_key_of = name_key
+
+  -- Write a state into its own key. `known_key` is this key if it exists. Keep its TTL if the state is kept as long as
+  -- before. `fields` is false if the state is removed.
+  function write_own_state(key, known_key, kept_until, fields)
+    if not fields then
+      if known_key then call('DEL', key) end
+    else
+      local state = pack('<i8i8i8i8', kept_until, fields[1], fields[2], fields[3])
+      return call('SET', key, state, 'PX', format('%d', ceil((kept_until - now) / 1000)))
+    end
+  end
+
+  -- Write changed states, each of which has the additional fields `key`, `value`, `position` and `own_key` (see
+  -- `read_state`). Return an error reply, or nothing.
+  function write_states(changes)
+    local written = {}
+    for i = 1, #changes do
+      local key, value = changes[i].key, changes[i].value
+      if not written[key] then
+        written[key] = true
+        local in_place, kept_until, of_key, result = true, 0, {}, nil
+        for j = i, #changes do
+          local change = changes[j]
+          if change.key == key then
+            of_key[#of_key + 1] = change
+            if not (change.position and change.kept_until) then in_place = false
+            elseif change.kept_until > kept_until then kept_until = change.kept_until end
+          end
+        end
+        if not in_place then result = rewrite(key, value, of_key) end
+        for j = 1, #of_key do
+          local change = of_key[j]
+          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
+          if type(result) == 'table' and result.err then return result end
+          if change.own_key then call('DEL', change.own_key) end
+        end
+        if in_place and kept_until > unpack('<d', value) then
+          result = extend(key, kept_until)
+          if type(result) == 'table' then return result end
+        end
+      end
+    end
+  end
+end
+local replies, failures = {pack('<dc1', now, 'o')}, nil
 local operation, charged_at, checks
--- Perform the request whose first key has the index `key_offset` + 1. Return an error reply, or nothing.
+-- Perform the request whose first key has the index `key_offset` + 1. Append its outcomes to the replies. Return an error
+-- reply, or nothing.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
   -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
   -- them. `memo` keeps the states that the first run has parsed.
   local memo
+  -- The values of the identities by their keys.
+  local values = {}
   if operation == 'T' then op, requested, memo = 'P', 0, {} end
   repeat
     admitted = true
+    local key_index = key_offset
     for i = 1, #checks do
-      local check, key = checks[i], keys[key_offset + i]
+      local check = checks[i]
+      if check.has_key then key_index = key_index + 1 end
+      local key = keys[key_index]
       local kind, cost, a, b, c, d = check.kind, requested or check.cost, check.a, check.b, check.c, check.d
       local status, remaining, reset_us, retry_us, free, free_reset_us = 0, 0, 0, 0, 0, 0
       local ttl_us, new_field1, new_field2, new_field3, new_state, commit
       local key_expires_at, field1, field2, field3
-      local state = kind ~= 'S' and kind ~= 'L' and kind ~= 'C' and call('GET', key)
-      if state then
-        if #state ~= STATE_BYTES then return redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
-        key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
+      check.key = key
+      if kind ~= 'S' and kind ~= 'L' and kind ~= 'C' then
+        if values[key] == nil then values[key] = call('GET', key) end
+        check.value = values[key]
+        check.position, check.own_key, key_expires_at, field1, field2, field3 =
+          read_state(key, check.value, check.id, check.number)
+        if type(check.position) == 'table' then return check.position end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
       -- one token remains.
@@ -519,22 +687,20 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is the new state, or a function that writes the new state. The value false means that the new state is
-      -- empty, and nil means that the state does not change. If `change` is a state, `ttl_ms` is the new TTL of the
-      -- key, or 0 to keep the TTL.
-      local change, ttl_ms = commit, nil
-      if ttl_us then
+      -- `change` is a function that writes the new state, or the new state. The value false means that the new state is
+      -- empty, and nil means that the state does not change. `kept_until` is the time until which the new state is kept.
+      -- If the new state has no fields, `ttl_ms` is the TTL of its key.
+      local change, ttl_ms, kept_until = commit, nil, nil
+      if new_state then change, ttl_ms = new_state, ceil(ttl_us / 1000) + KEY_SLACK_MS
+      elseif ttl_us then
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
-        if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-          change, ttl_ms = pack('<i8i8i8', new_field1, new_field2, new_field3), 0
-        else
-          ttl_ms = ceil(ttl_us / 1000) + KEY_SLACK_MS
-          change = new_state or pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1, new_field2, new_field3)
-        end
+        kept_until = slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US and key_expires_at
+          or now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
+        change = {new_field1, new_field2, new_field3}
       elseif ttl_us == false then change = false end
       check.status, check.remaining, check.reset_us, check.retry_us = status, remaining, reset_us, retry_us
       check.free, check.free_reset_us = free, free_reset_us
-      check.change, check.ttl_ms = change, ttl_ms
+      check.change, check.ttl_ms, check.kept_until = change, ttl_ms, kept_until
     end
     local is_last_pass = operation ~= 'T' or granted
     if not is_last_pass then
@@ -550,25 +716,38 @@ local function decide(key_offset)
   until is_last_pass
 
   granted = admitted and (granted or 1) or 0
+  local changes = {}
   for i = 1, #checks do
-    local check, key = checks[i], keys[key_offset + i]
-    local change, ttl_ms = check.change, check.ttl_ms
-    if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) then
-      if ttl_ms == 0 then call('SETRANGE', key, '8', change)
-      elseif ttl_ms then call('SET', key, change, 'PX', format('%d', ttl_ms))
-      elseif change then
+    local check = checks[i]
+    local change, kept_until = check.change, check.kept_until
+    -- Remove a state only for refunds. If another operation results in an empty state, the stored state already had no
+    -- effect.
+    if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) and (change or operation == 'R') then
+      if type(change) == 'function' then
         local remaining, reset_us = change()
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
-      -- Delete the key only for refunds. If another operation results in an empty state, the stored state already had
-      -- no effect.
-      elseif operation == 'R' then call('DEL', key) end
+      elseif check.ttl_ms then call('SET', check.key, change, 'PX', format('%d', check.ttl_ms))
+      elseif check.kind == 'S' then call('DEL', check.key)
+      elseif layout == 'o' and not check.position then
+        write_own_state(own_key_of(check.key, check.number), check.own_key, kept_until, change)
+      elseif change or check.position then
+        check.state = change and pack('<ddddd', check.id, kept_until, change[1], change[2], change[3])
+        if not change then check.kept_until = nil end
+        changes[#changes + 1] = check
+      elseif check.own_key then call('DEL', check.own_key) end
     end
+  end
+  local failure = write_states(changes)
+  if failure then return failure end
+  for i = 1, #checks do
+    local check = checks[i]
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
-    replies[key_offset + i + 1] = pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
+    replies[#replies + 1] =
+      pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
   end
 end
 
-local key_offset = 0
+local key_offset, limit_offset = 0, 0
 for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
@@ -581,10 +760,10 @@ for g = 1, #groups do
         failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
       end
       failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = key_offset, failure
-      for i = 1, #checks do replies[key_offset + i + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
+      failures[#failures + 1], failures[#failures + 2] = limit_offset, failure
+      for _ = 1, #checks do replies[#replies + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
     end
-    key_offset = key_offset + #checks
+    key_offset, limit_offset = key_offset + group.keys, limit_offset + #checks
   end
 end
 replies = table.concat(replies)

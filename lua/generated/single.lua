@@ -11,29 +11,29 @@
 -- This driver calls Redis commands with redis.pcall. If one request fails, the other requests of the call succeed.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- GROUP_BYTES is the size in bytes of a group with its limit in ARGV[1] (see generic.lua for the format). STATE_BYTES
--- is the size of a state.
-local GROUP_BYTES, STATE_BYTES = 67, 32
+-- CALL_BYTES is the size in bytes of the numbers before the groups in ARGV[1], and GROUP_BYTES the size of a group with
+-- its limit (see generic.lua for the format).
+local CALL_BYTES, GROUP_BYTES = 9, 76
 -- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
 -- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- The slack of a key is the time between the end of its state and the expiry of the key. SET writes a TTL with a slack
--- of one second (KEY_SLACK_MS). If the current TTL already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US,
--- SETRANGE writes only the fields and keeps this TTL.
+-- The header of generic.lua describes the slack of a state.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 1
-if #ARGV ~= argument_count or #args < 8 or (#args - 8) % GROUP_BYTES ~= 0 then
+local args, keys, charged_at, argument_count = ARGV[1], KEYS, 0, 2
+if #ARGV ~= argument_count or #args < CALL_BYTES or (#args - CALL_BYTES) % GROUP_BYTES ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups of arguments before the script performs the first check. If there is only one group, its values
 -- stay in the variables, and the second loop does not unpack them again.
-local now, position = unpack('<d', args)
-local groups, key_count = (#args - 8) / GROUP_BYTES, 0
-local requests, operation, _, limits, kind, flag, requested, a, b, c, d
+local now, layout, position = unpack('<dc1', args)
+local groups, key_count = (#args - CALL_BYTES) / GROUP_BYTES, 0
+local requests, operation, _, limits, kind, flag, place, id, requested, a, b, c, d
 for group = 1, groups do
-  requests, operation, _, limits, kind, flag, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
-  if operation ~= 'C' and (operation ~= 'T' or not (requested >= 1)) or limits ~= 1 or flag ~= '-'
+  requests, operation, _, limits, kind, flag, place, id, requested, a, b, c, d, position =
+    unpack('<dc1ddc1c1c1dddddc8', args, position)
+  if layout ~= 'i' or operation ~= 'C' and (operation ~= 'T' or not (requested >= 1)) or limits ~= 1 or flag ~= '-'
+    or place ~= 'f'
     or kind ~= 'B' and kind ~= 'F' and kind ~= 'X' and kind ~= 'W' or not (requests >= 1 and requests % 1 == 0) then
     return redis.error_reply('RLARG only checks with one limit each are supported')
   end
@@ -47,22 +47,155 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_offset = {pack('<d', now)}, 1, nil, 0
-local no_state = string.rep('\0', STATE_BYTES)
-position = 9
+local replies, reply_count, failures, key_offset = {pack('<dc1', now, 's')}, 1, nil, 0
+position = CALL_BYTES + 1
+local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
+local offset_of, read_state, ttl_of, extend, write_states
+-- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
+do
+  local MAX_STATES, OWN_STATE_BYTES, IDENTITY_SUFFIX, concat = 16, 32, 'states', table.concat
+  local state_names, offsets = nil, {}
+
+  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
+  -- assignments, so the texts are kept.
+  function offset_of(position)
+    local offset = offsets[position]
+    if not offset then
+      offset = format('%d', position + 7)
+      offsets[position] = offset
+    end
+    return offset
+  end
+
+  -- Return the name of the own key of a state. `number` is the number of the limit, counted over all groups.
+  local function name_key(key, number)
+    if not state_names then
+      state_names = {}
+      for name in string.gmatch(ARGV[2], '[^\n]+') do state_names[#state_names + 1] = name end
+    end
+    return byte_range(key, 1, -1 - #IDENTITY_SUFFIX) .. state_names[number]
+  end
+
+  -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
+  -- groups. Return the position of the state in the value, or nil, its own key if it has one, the time until which it is
+  -- kept, and its fields. If the state cannot be read, return an error reply.
+  function read_state(key, value, id, number)
+    if value then
+      if value.err then return value end
+      if #value % STATE_BYTES ~= HEADER_BYTES then
+        return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
+      end
+      for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+        local other, kept_until, field1, field2, field3 = unpack('<ddddd', value, position)
+        if other == id then return position, nil, kept_until, field1, field2, field3 end
+      end
+    end
+    local own_key = name_key(key, number)
+    local state = call('GET', own_key)
+    if not state then return end
+    if #state == OWN_STATE_BYTES then return nil, own_key, unpack('<i8i8i8i8', state) end
+    return state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
+  end
+
+  -- Return the TTL of a key whose states are kept until this time. It is longer than necessary, so that most charges
+  -- need no new TTL.
+  function ttl_of(kept_until)
+    local ttl_ms = ceil((kept_until - now) / 1000)
+    return ttl_ms < 8000 and (ttl_ms < 0 and 2000 or ttl_ms + 1000) or ttl_ms + floor(ttl_ms / 8)
+  end
+
+  -- Extend the TTL of the key of an identity, so that a state is kept until this time. Return the time at which the key
+  -- expires, or an error reply.
+  function extend(key, kept_until)
+    local ttl_ms = ttl_of(kept_until)
+    local expires_at = now + ttl_ms * 1000
+    local result = call('PEXPIRE', key, format('%d', ttl_ms))
+    if result == 1 then result = call('SETRANGE', key, '0', pack('<d', expires_at)) end
+    return type(result) == 'table' and result or expires_at
+  end
+
+  -- Write the value of an identity with changed states. `value` is the value before, or false. `changes` is a list of
+  -- tables with the fields `id`, `kept_until` and `state` (the numbers of the state). A state without `kept_until` is
+  -- removed. Return the reply of Redis.
+  local function rewrite(key, value, changes)
+    value = value or ''
+    local by_id, states, kept_until = {}, {}, 0
+    local is_full = #value >= HEADER_BYTES + MAX_STATES * STATE_BYTES
+    for i = 1, #changes do by_id[changes[i].id] = changes[i] end
+    local function add(state, time)
+      states[#states + 1] = state
+      if time > kept_until then kept_until = time end
+    end
+    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+      local id, time = unpack('<dd', value, position)
+      local change = by_id[id]
+      if change then
+        by_id[id] = nil
+        if change.kept_until then add(change.state, change.kept_until) end
+      elseif not is_full or time > now then add(byte_range(value, position, position + STATE_BYTES - 1), time) end
+    end
+    for i = 1, #changes do
+      local change = changes[i]
+      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+    end
+    if #states == 0 then return call('DEL', key) end
+    local ttl_ms = ttl_of(kept_until)
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+  end
+
+
+  -- Write changed states, each of which has the additional fields `key`, `value`, `position` and `own_key` (see
+  -- `read_state`). Return an error reply, or nothing.
+  function write_states(changes)
+    local written = {}
+    for i = 1, #changes do
+      local key, value = changes[i].key, changes[i].value
+      if not written[key] then
+        written[key] = true
+        local in_place, kept_until, of_key, result = true, 0, {}, nil
+        for j = i, #changes do
+          local change = changes[j]
+          if change.key == key then
+            of_key[#of_key + 1] = change
+            if not (change.position and change.kept_until) then in_place = false
+            elseif change.kept_until > kept_until then kept_until = change.kept_until end
+          end
+        end
+        if not in_place then result = rewrite(key, value, of_key) end
+        for j = 1, #of_key do
+          local change = of_key[j]
+          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
+          if type(result) == 'table' and result.err then return result end
+          if change.own_key then call('DEL', change.own_key) end
+        end
+        if in_place and kept_until > unpack('<d', value) then
+          result = extend(key, kept_until)
+          if type(result) == 'table' then return result end
+        end
+      end
+    end
+  end
+end
 for group = 1, groups do
   if groups > 1 then
-    requests, operation, _, _, kind, _, requested, a, b, c, d, position = unpack('<dc1ddc1c1ddddc8', args, position)
+    requests, operation, _, _, kind, _, _, id, requested, a, b, c, d, position =
+      unpack('<dc1ddc1c1c1dddddc8', args, position)
   end
   for i = key_offset + 1, key_offset + requests do
     local key, op, cost, status = keys[i], 'C', requested, 0
     local free, free_reset_us, reset_us = 0, nil, nil
     local ttl_us, new_field1, new_field2, new_field3
-    local key_expires_at, field1, field2, field3, failure
-    local state = call('GET', key)
-    if state then
-      if #state == STATE_BYTES then key_expires_at, field1, field2, field3 = unpack('<i8i8i8i8', state)
-      else failure = state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit') end
+    local key_expires_at, field1, field2, field3, failure, state_position, own_key
+    local value, value_expires_at, first_id = call('GET', key), 0, nil
+    -- Most values have one state.
+    if value and #value == HEADER_BYTES + STATE_BYTES then
+      value_expires_at, first_id, key_expires_at, field1, field2, field3 = unpack('<dddddd', value)
+      state_position = HEADER_BYTES + 1
+    end
+    if first_id ~= id then
+      state_position, own_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      if type(state_position) == 'table' then failure = state_position
+      elseif value then value_expires_at = unpack('<d', value) end
     end
     -- The operation T runs the algorithm twice: the first run returns how many tokens remain, and the second run
     -- charges them.
@@ -212,23 +345,44 @@ for group = 1, groups do
     until is_last_pass
     if ttl_us then
       local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
-      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-        local length = call('SETRANGE', key, '8', pack('<i8i8i8', new_field1, new_field2, new_field3))
-        failure = length ~= STATE_BYTES and length
-      else
-        local ttl_ms = ceil(ttl_us / 1000) + KEY_SLACK_MS
-        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1, new_field2, new_field3)
-        local result = call('SET', key, new_state, 'PX', format('%d', ttl_ms))
+      local kept_until = key_expires_at
+      if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
+        kept_until = now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
+      end
+      if state_position and (first_id ~= id or kept_until <= value_expires_at) then
+        local length = call('SETRANGE', key, first_id == id and '16' or offset_of(state_position),
+          pack('<dddd', kept_until, new_field1, new_field2, new_field3))
+        failure = length ~= #value and length
+        if kept_until > value_expires_at and not failure then
+          local result = extend(key, kept_until)
+          failure = type(result) == 'table' and result
+        end
+      elseif first_id == id or not value and not own_key then
+        local ttl_ms = ttl_of(kept_until)
+        local new_value = pack('<dddddd', now + ttl_ms * 1000, id, kept_until, new_field1, new_field2, new_field3)
+        local result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
         failure = result.err and result
+      else
+        failure = write_states({{
+          key = key, value = value, position = state_position, own_key = own_key, id = id, kept_until = kept_until,
+          state = pack('<ddddd', id, kept_until, new_field1, new_field2, new_field3),
+        }})
       end
     end
     if failure then
       failures = failures or {}
       failures[#failures + 1], failures[#failures + 2] = i - 1, failure
     end
-    replies[reply_count + 1] = failure and 'e' or status == 0 and 'a' or 'd'
-    replies[reply_count + 2] = not failure and state or no_state
-    reply_count = reply_count + 2
+    if failure then replies[reply_count + 1] = 'e'
+    elseif first_id == id then
+      replies[reply_count + 1], replies[reply_count + 2] = status == 0 and 'a' or 'd', value
+      reply_count = reply_count + 1
+    else
+      replies[reply_count + 1] = status == 0 and 'm' or 'n'
+      replies[reply_count + 2] = pack('<dddd', key_expires_at or 0, field1 or 0, field2 or 0, field3 or 0)
+      reply_count = reply_count + 1
+    end
+    reply_count = reply_count + 1
   end
   key_offset = key_offset + requests
 end

@@ -12,100 +12,106 @@
 -- request has fewer limits than the script, the kinds of the missing limits are nil.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
--- GROUP_BYTES is the size in bytes of a group without its limits, and LIMIT_BYTES the size of a limit, in ARGV[1] (see
--- generic.lua for the format). STATE_BYTES is the size of a state.
-local GROUP_BYTES, LIMIT_BYTES, STATE_BYTES = 25, 42, 32
+-- CALL_BYTES is the size in bytes of what precedes the groups in ARGV[1], GROUP_BYTES the size of a group without its
+-- limits, and LIMIT_BYTES the size of a limit (see generic.lua for the format).
+local CALL_BYTES, GROUP_BYTES, LIMIT_BYTES = 9, 25, 51
 -- MAX_STATE (2^52) is the maximum value of a number in a state. Doubles represent all integers below
 -- EXACT_INTEGER_LIMIT (2^53) exactly.
 local MAX_STATE, EXACT_INTEGER_LIMIT = 4503599627370496, 9007199254740992
--- The slack of a key is the time between the end of its state and the expiry of the key. SET writes a TTL with a slack
--- of one second (KEY_SLACK_MS). If the current TTL already gives a slack between MIN_KEY_SLACK_US and MAX_KEY_SLACK_US,
--- SETRANGE writes only the fields and keeps this TTL.
+-- The header of generic.lua describes the slack of a state.
 local MIN_KEY_SLACK_US, MAX_KEY_SLACK_US, KEY_SLACK_MS = 500000, 1001000, 1000
 
-local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 1
+local args, keys, op, charged_at, argument_count = ARGV[1], KEYS, 'C', 0, 2
 -- USAGE_BYTES is the number of bytes in ARGV[2] for each limit. USAGE_TTL_MS (400 days) is the TTL of a hash of usage
 -- totals. The first charge of each day renews the TTL.
 local USAGE_BYTES, USAGE_TTL_MS = 24, '34560000000'
-local usage_args, usage_position, usage_key_count, type = ARGV[2], 1, 0, type
-argument_count = 2
-if #ARGV ~= argument_count or #args < 8 then
+local usage_args, usage_position, usage_key_count = ARGV[3], 1, 0
+argument_count = 3
+if #ARGV ~= argument_count or #args < CALL_BYTES then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 -- Validate all groups of arguments before the script performs the first check. If there is only one group, its values
 -- stay in the variables, and the second loop does not unpack them again.
-local now, position = unpack('<d', args)
+local now, layout, position = unpack('<dc1', args)
 local groups, key_count = 0, 0
-local requests, operation, _, limits, unread_limits
-local kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1
+local requests, operation, _, limits, unread_limits, keys_per_request, flag
+local kind_1, place_1, id_1, cost_1, a_1, b_1, c_1, d_1
 local day_1, day_start_1, day_end_1
-local kind_2, flag_2, cost_2, a_2, b_2, c_2, d_2
+local kind_2, place_2, id_2, cost_2, a_2, b_2, c_2, d_2
 local day_2, day_start_2, day_end_2
-local kind_3, flag_3, cost_3, a_3, b_3, c_3, d_3
+local kind_3, place_3, id_3, cost_3, a_3, b_3, c_3, d_3
 local day_3, day_start_3, day_end_3
-local kind_4, flag_4, cost_4, a_4, b_4, c_4, d_4
+local kind_4, place_4, id_4, cost_4, a_4, b_4, c_4, d_4
 local day_4, day_start_4, day_end_4
 while position <= #args do
   if #args - position + 1 < GROUP_BYTES then
     return redis.error_reply('RLARG wrong number of arguments')
   end
   requests, operation, _, limits, position = unpack('<dc1dd', args, position)
-  if operation ~= 'C' or not (requests >= 1 and requests % 1 == 0 and limits >= 1 and limits % 1 == 0)
+  if layout ~= 'i' or operation ~= 'C' or not (requests >= 1 and requests % 1 == 0 and limits >= 1 and limits % 1 == 0)
     or #args - position + 1 < LIMIT_BYTES * limits then
     return redis.error_reply('RLARG only checks with few limits each are supported')
   end
-  unread_limits = limits
+  unread_limits, keys_per_request = limits, 0
   if #usage_args - usage_position + 1 < USAGE_BYTES * limits then
     return redis.error_reply('RLARG wrong number of arguments')
   end
   kind_1 = nil
   if unread_limits > 0 then
-    kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1ddddc8', args, position)
+    kind_1, flag, place_1, id_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1c1dddddc8', args, position)
+    if place_1 == 'f' then keys_per_request = keys_per_request + 1 end
     day_1, day_start_1, day_end_1, usage_position = unpack('<ddd', usage_args, usage_position)
     if not (day_1 >= 0 and day_1 <= 31 and day_1 % 1 == 0) then
       return redis.error_reply('RLARG unknown day')
     end
     if day_1 > 0 then usage_key_count = usage_key_count + requests end
-    if flag_1 ~= '-' or kind_1 ~= 'B' and kind_1 ~= 'F' and kind_1 ~= 'X' and kind_1 ~= 'W' then
+    if flag ~= '-' or keys_per_request == 0 or place_1 ~= 'f' and place_1 ~= 's'
+      or kind_1 ~= 'B' and kind_1 ~= 'F' and kind_1 ~= 'X' and kind_1 ~= 'W' then
       return redis.error_reply('RLARG only checks with few limits each are supported')
     end
     unread_limits = unread_limits - 1
   end
   kind_2 = nil
   if unread_limits > 0 then
-    kind_2, flag_2, cost_2, a_2, b_2, c_2, d_2, position = unpack('<c1c1ddddc8', args, position)
+    kind_2, flag, place_2, id_2, cost_2, a_2, b_2, c_2, d_2, position = unpack('<c1c1c1dddddc8', args, position)
+    if place_2 == 'f' then keys_per_request = keys_per_request + 1 end
     day_2, day_start_2, day_end_2, usage_position = unpack('<ddd', usage_args, usage_position)
     if not (day_2 >= 0 and day_2 <= 31 and day_2 % 1 == 0) then
       return redis.error_reply('RLARG unknown day')
     end
     if day_2 > 0 then usage_key_count = usage_key_count + requests end
-    if flag_2 ~= '-' or kind_2 ~= 'B' and kind_2 ~= 'F' and kind_2 ~= 'X' and kind_2 ~= 'W' then
+    if flag ~= '-' or keys_per_request == 0 or place_2 ~= 'f' and place_2 ~= 's'
+      or kind_2 ~= 'B' and kind_2 ~= 'F' and kind_2 ~= 'X' and kind_2 ~= 'W' then
       return redis.error_reply('RLARG only checks with few limits each are supported')
     end
     unread_limits = unread_limits - 1
   end
   kind_3 = nil
   if unread_limits > 0 then
-    kind_3, flag_3, cost_3, a_3, b_3, c_3, d_3, position = unpack('<c1c1ddddc8', args, position)
+    kind_3, flag, place_3, id_3, cost_3, a_3, b_3, c_3, d_3, position = unpack('<c1c1c1dddddc8', args, position)
+    if place_3 == 'f' then keys_per_request = keys_per_request + 1 end
     day_3, day_start_3, day_end_3, usage_position = unpack('<ddd', usage_args, usage_position)
     if not (day_3 >= 0 and day_3 <= 31 and day_3 % 1 == 0) then
       return redis.error_reply('RLARG unknown day')
     end
     if day_3 > 0 then usage_key_count = usage_key_count + requests end
-    if flag_3 ~= '-' or kind_3 ~= 'B' and kind_3 ~= 'F' and kind_3 ~= 'X' and kind_3 ~= 'W' then
+    if flag ~= '-' or keys_per_request == 0 or place_3 ~= 'f' and place_3 ~= 's'
+      or kind_3 ~= 'B' and kind_3 ~= 'F' and kind_3 ~= 'X' and kind_3 ~= 'W' then
       return redis.error_reply('RLARG only checks with few limits each are supported')
     end
     unread_limits = unread_limits - 1
   end
   kind_4 = nil
   if unread_limits > 0 then
-    kind_4, flag_4, cost_4, a_4, b_4, c_4, d_4, position = unpack('<c1c1ddddc8', args, position)
+    kind_4, flag, place_4, id_4, cost_4, a_4, b_4, c_4, d_4, position = unpack('<c1c1c1dddddc8', args, position)
+    if place_4 == 'f' then keys_per_request = keys_per_request + 1 end
     day_4, day_start_4, day_end_4, usage_position = unpack('<ddd', usage_args, usage_position)
     if not (day_4 >= 0 and day_4 <= 31 and day_4 % 1 == 0) then
       return redis.error_reply('RLARG unknown day')
     end
     if day_4 > 0 then usage_key_count = usage_key_count + requests end
-    if flag_4 ~= '-' or kind_4 ~= 'B' and kind_4 ~= 'F' and kind_4 ~= 'X' and kind_4 ~= 'W' then
+    if flag ~= '-' or keys_per_request == 0 or place_4 ~= 'f' and place_4 ~= 's'
+      or kind_4 ~= 'B' and kind_4 ~= 'F' and kind_4 ~= 'X' and kind_4 ~= 'W' then
       return redis.error_reply('RLARG only checks with few limits each are supported')
     end
     unread_limits = unread_limits - 1
@@ -113,7 +119,7 @@ while position <= #args do
   if unread_limits > 0 then
     return redis.error_reply('RLARG only checks with few limits each are supported')
   end
-  groups, key_count = groups + 1, key_count + requests * limits
+  groups, key_count = groups + 1, key_count + requests * keys_per_request
 end
 local usage_index = key_count
 key_count = key_count + usage_key_count
@@ -129,46 +135,318 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_index = {pack('<d', now)}, 1, nil, 0
-local no_state = string.rep('\0', STATE_BYTES)
-position = 9
+local replies, reply_count, failures, key_index, limit_offset, limit_count = {pack('<dc1', now, 's')}, 1, nil, 0, 0, 0
+position = CALL_BYTES + 1
+local no_state = string.rep('\0', 32)
+local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
+local offset_of, read_state, ttl_of, extend, write_states
+-- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
+do
+  local MAX_STATES, OWN_STATE_BYTES, IDENTITY_SUFFIX, concat = 16, 32, 'states', table.concat
+  local state_names, offsets = nil, {}
+
+  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
+  -- assignments, so the texts are kept.
+  function offset_of(position)
+    local offset = offsets[position]
+    if not offset then
+      offset = format('%d', position + 7)
+      offsets[position] = offset
+    end
+    return offset
+  end
+
+  -- Return the name of the own key of a state. `number` is the number of the limit, counted over all groups.
+  local function name_key(key, number)
+    if not state_names then
+      state_names = {}
+      for name in string.gmatch(ARGV[2], '[^\n]+') do state_names[#state_names + 1] = name end
+    end
+    return byte_range(key, 1, -1 - #IDENTITY_SUFFIX) .. state_names[number]
+  end
+
+  -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
+  -- groups. Return the position of the state in the value, or nil, its own key if it has one, the time until which it is
+  -- kept, and its fields. If the state cannot be read, return an error reply.
+  function read_state(key, value, id, number)
+    if value then
+      if value.err then return value end
+      if #value % STATE_BYTES ~= HEADER_BYTES then
+        return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
+      end
+      for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+        local other, kept_until, field1, field2, field3 = unpack('<ddddd', value, position)
+        if other == id then return position, nil, kept_until, field1, field2, field3 end
+      end
+    end
+    local own_key = name_key(key, number)
+    local state = call('GET', own_key)
+    if not state then return end
+    if #state == OWN_STATE_BYTES then return nil, own_key, unpack('<i8i8i8i8', state) end
+    return state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
+  end
+
+  -- Return the TTL of a key whose states are kept until this time. It is longer than necessary, so that most charges
+  -- need no new TTL.
+  function ttl_of(kept_until)
+    local ttl_ms = ceil((kept_until - now) / 1000)
+    return ttl_ms < 8000 and (ttl_ms < 0 and 2000 or ttl_ms + 1000) or ttl_ms + floor(ttl_ms / 8)
+  end
+
+  -- Extend the TTL of the key of an identity, so that a state is kept until this time. Return the time at which the key
+  -- expires, or an error reply.
+  function extend(key, kept_until)
+    local ttl_ms = ttl_of(kept_until)
+    local expires_at = now + ttl_ms * 1000
+    local result = call('PEXPIRE', key, format('%d', ttl_ms))
+    if result == 1 then result = call('SETRANGE', key, '0', pack('<d', expires_at)) end
+    return type(result) == 'table' and result or expires_at
+  end
+
+  -- Write the value of an identity with changed states. `value` is the value before, or false. `changes` is a list of
+  -- tables with the fields `id`, `kept_until` and `state` (the numbers of the state). A state without `kept_until` is
+  -- removed. Return the reply of Redis.
+  local function rewrite(key, value, changes)
+    value = value or ''
+    local by_id, states, kept_until = {}, {}, 0
+    local is_full = #value >= HEADER_BYTES + MAX_STATES * STATE_BYTES
+    for i = 1, #changes do by_id[changes[i].id] = changes[i] end
+    local function add(state, time)
+      states[#states + 1] = state
+      if time > kept_until then kept_until = time end
+    end
+    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+      local id, time = unpack('<dd', value, position)
+      local change = by_id[id]
+      if change then
+        by_id[id] = nil
+        if change.kept_until then add(change.state, change.kept_until) end
+      elseif not is_full or time > now then add(byte_range(value, position, position + STATE_BYTES - 1), time) end
+    end
+    for i = 1, #changes do
+      local change = changes[i]
+      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+    end
+    if #states == 0 then return call('DEL', key) end
+    local ttl_ms = ttl_of(kept_until)
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+  end
+
+
+  -- Write changed states, each of which has the additional fields `key`, `value`, `position` and `own_key` (see
+  -- `read_state`). Return an error reply, or nothing.
+  function write_states(changes)
+    local written = {}
+    for i = 1, #changes do
+      local key, value = changes[i].key, changes[i].value
+      if not written[key] then
+        written[key] = true
+        local in_place, kept_until, of_key, result = true, 0, {}, nil
+        for j = i, #changes do
+          local change = changes[j]
+          if change.key == key then
+            of_key[#of_key + 1] = change
+            if not (change.position and change.kept_until) then in_place = false
+            elseif change.kept_until > kept_until then kept_until = change.kept_until end
+          end
+        end
+        if not in_place then result = rewrite(key, value, of_key) end
+        for j = 1, #of_key do
+          local change = of_key[j]
+          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
+          if type(result) == 'table' and result.err then return result end
+          if change.own_key then call('DEL', change.own_key) end
+        end
+        if in_place and kept_until > unpack('<d', value) then
+          result = extend(key, kept_until)
+          if type(result) == 'table' then return result end
+        end
+      end
+    end
+  end
+end
 for _ = 1, groups do
   if groups > 1 then
     requests, operation, _, limits, position = unpack('<dc1dd', args, position)
-    unread_limits = limits
+    unread_limits, keys_per_request = limits, 0
     kind_1 = nil
     if unread_limits > 0 then
-      kind_1, flag_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1ddddc8', args, position)
+      kind_1, flag, place_1, id_1, cost_1, a_1, b_1, c_1, d_1, position = unpack('<c1c1c1dddddc8', args, position)
+      if place_1 == 'f' then keys_per_request = keys_per_request + 1 end
       day_1, day_start_1, day_end_1, usage_position = unpack('<ddd', usage_args, usage_position)
       unread_limits = unread_limits - 1
     end
     kind_2 = nil
     if unread_limits > 0 then
-      kind_2, flag_2, cost_2, a_2, b_2, c_2, d_2, position = unpack('<c1c1ddddc8', args, position)
+      kind_2, flag, place_2, id_2, cost_2, a_2, b_2, c_2, d_2, position = unpack('<c1c1c1dddddc8', args, position)
+      if place_2 == 'f' then keys_per_request = keys_per_request + 1 end
       day_2, day_start_2, day_end_2, usage_position = unpack('<ddd', usage_args, usage_position)
       unread_limits = unread_limits - 1
     end
     kind_3 = nil
     if unread_limits > 0 then
-      kind_3, flag_3, cost_3, a_3, b_3, c_3, d_3, position = unpack('<c1c1ddddc8', args, position)
+      kind_3, flag, place_3, id_3, cost_3, a_3, b_3, c_3, d_3, position = unpack('<c1c1c1dddddc8', args, position)
+      if place_3 == 'f' then keys_per_request = keys_per_request + 1 end
       day_3, day_start_3, day_end_3, usage_position = unpack('<ddd', usage_args, usage_position)
       unread_limits = unread_limits - 1
     end
     kind_4 = nil
     if unread_limits > 0 then
-      kind_4, flag_4, cost_4, a_4, b_4, c_4, d_4, position = unpack('<c1c1ddddc8', args, position)
+      kind_4, flag, place_4, id_4, cost_4, a_4, b_4, c_4, d_4, position = unpack('<c1c1c1dddddc8', args, position)
+      if place_4 == 'f' then keys_per_request = keys_per_request + 1 end
       day_4, day_start_4, day_end_4, usage_position = unpack('<ddd', usage_args, usage_position)
       unread_limits = unread_limits - 1
     end
   end
+  -- The code below passes the values of all limits to `pack`, which ignores the values after the end of the format.
+  local value_format = limits == 1 and '<dddddd' or limits == 2 and '<ddddddddddd' or limits == 3 and '<dddddddddddddddd'
+    or '<ddddddddddddddddddddd'
+  local value_bytes = keys_per_request == 1 and HEADER_BYTES + STATE_BYTES * limits
   for _ = 1, requests do
-    local key_offset, admitted, failure = key_index, true, nil
-    local key_1, state_1, status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
-    local key_expires_at_1, field1_1, field2_1, field3_1
+    key_index = key_index + 1
+    local key, admitted, failure, result = keys[key_index], true, nil, nil
+    local value, value_expires_at = call('GET', key), 0
+    -- `is_in_order`: the value consists of the states of these limits in their order. `kept_until`: the latest time until
+    -- which a changed state is kept. `all_change`, `any_repair`: whether all states change, and whether a state changes
+    -- although its limit denies. `is_in_place`: whether all states have a position. `is_new`: whether no state exists, and
+    -- all have the same key.
+    local is_in_order, kept_until, all_change, any_repair, is_in_place, is_new = false, 0, true, false, true, false
+    local key_1, value_1, value_expires_at_1, position_1, own_key_1
+    local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
+    local key_expires_at_1, field1_1, field2_1, field3_1, kept_until_1
     local usage_key_1
+    local key_2, value_2, value_expires_at_2, position_2, own_key_2
+    local status_2, ttl_us_2, new_field1_2, new_field2_2, new_field3_2
+    local key_expires_at_2, field1_2, field2_2, field3_2, kept_until_2
+    local usage_key_2
+    local key_3, value_3, value_expires_at_3, position_3, own_key_3
+    local status_3, ttl_us_3, new_field1_3, new_field2_3, new_field3_3
+    local key_expires_at_3, field1_3, field2_3, field3_3, kept_until_3
+    local usage_key_3
+    local key_4, value_4, value_expires_at_4, position_4, own_key_4
+    local status_4, ttl_us_4, new_field1_4, new_field2_4, new_field3_4
+    local key_expires_at_4, field1_4, field2_4, field3_4, kept_until_4
+    local usage_key_4
+    if value and #value == value_bytes then
+      value_expires_at
+        , position_1, key_expires_at_1, field1_1, field2_1, field3_1
+        , position_2, key_expires_at_2, field1_2, field2_2, field3_2
+        , position_3, key_expires_at_3, field1_3, field2_3, field3_3
+        , position_4, key_expires_at_4, field1_4, field2_4, field3_4
+        = unpack(value_format, value)
+      -- For now, `position_1` is the id of the state.
+      is_in_order = true
+        and (not kind_1 or position_1 == id_1)
+        and (not kind_2 or position_2 == id_2)
+        and (not kind_3 or position_3 == id_3)
+        and (not kind_4 or position_4 == id_4)
+    end
+    if not is_in_order then
+      -- `expected`: the position in the value of the next state of these limits, if the value has them in their order.
+      local number, expected, other_id = limit_offset, nil, nil
+      is_new = keys_per_request == 1
+      if kind_1 and not failure then
+        number, other_id = number + 1, nil
+        if place_1 == 'f' then
+          if number > limit_offset + 1 then
+            key_index = key_index + 1
+            key = keys[key_index]
+            value = call('GET', key)
+          end
+          expected, value_expires_at = nil, 0
+          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
+            expected = HEADER_BYTES + 1
+            value_expires_at, other_id, key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<dddddd', value)
+          end
+        elseif expected and expected < #value then
+          other_id, key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<ddddd', value, expected)
+        end
+        if other_id == id_1 then position_1, expected = expected, expected + STATE_BYTES
+        else
+          position_1, own_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          if type(position_1) == 'table' then failure = position_1 end
+        end
+        key_1, value_1, value_expires_at_1 = key, value, value_expires_at
+        if own_key_1 or not position_1 then is_in_place = false end
+        is_new = is_new and not value and not own_key_1
+      end
+      if kind_2 and not failure then
+        number, other_id = number + 1, nil
+        if place_2 == 'f' then
+          if number > limit_offset + 1 then
+            key_index = key_index + 1
+            key = keys[key_index]
+            value = call('GET', key)
+          end
+          expected, value_expires_at = nil, 0
+          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
+            expected = HEADER_BYTES + 1
+            value_expires_at, other_id, key_expires_at_2, field1_2, field2_2, field3_2 = unpack('<dddddd', value)
+          end
+        elseif expected and expected < #value then
+          other_id, key_expires_at_2, field1_2, field2_2, field3_2 = unpack('<ddddd', value, expected)
+        end
+        if other_id == id_2 then position_2, expected = expected, expected + STATE_BYTES
+        else
+          position_2, own_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number)
+          if type(position_2) == 'table' then failure = position_2 end
+        end
+        key_2, value_2, value_expires_at_2 = key, value, value_expires_at
+        if own_key_2 or not position_2 then is_in_place = false end
+        is_new = is_new and not value and not own_key_2
+      end
+      if kind_3 and not failure then
+        number, other_id = number + 1, nil
+        if place_3 == 'f' then
+          if number > limit_offset + 1 then
+            key_index = key_index + 1
+            key = keys[key_index]
+            value = call('GET', key)
+          end
+          expected, value_expires_at = nil, 0
+          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
+            expected = HEADER_BYTES + 1
+            value_expires_at, other_id, key_expires_at_3, field1_3, field2_3, field3_3 = unpack('<dddddd', value)
+          end
+        elseif expected and expected < #value then
+          other_id, key_expires_at_3, field1_3, field2_3, field3_3 = unpack('<ddddd', value, expected)
+        end
+        if other_id == id_3 then position_3, expected = expected, expected + STATE_BYTES
+        else
+          position_3, own_key_3, key_expires_at_3, field1_3, field2_3, field3_3 = read_state(key, value, id_3, number)
+          if type(position_3) == 'table' then failure = position_3 end
+        end
+        key_3, value_3, value_expires_at_3 = key, value, value_expires_at
+        if own_key_3 or not position_3 then is_in_place = false end
+        is_new = is_new and not value and not own_key_3
+      end
+      if kind_4 and not failure then
+        number, other_id = number + 1, nil
+        if place_4 == 'f' then
+          if number > limit_offset + 1 then
+            key_index = key_index + 1
+            key = keys[key_index]
+            value = call('GET', key)
+          end
+          expected, value_expires_at = nil, 0
+          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
+            expected = HEADER_BYTES + 1
+            value_expires_at, other_id, key_expires_at_4, field1_4, field2_4, field3_4 = unpack('<dddddd', value)
+          end
+        elseif expected and expected < #value then
+          other_id, key_expires_at_4, field1_4, field2_4, field3_4 = unpack('<ddddd', value, expected)
+        end
+        if other_id == id_4 then position_4, expected = expected, expected + STATE_BYTES
+        else
+          position_4, own_key_4, key_expires_at_4, field1_4, field2_4, field3_4 = read_state(key, value, id_4, number)
+          if type(position_4) == 'table' then failure = position_4 end
+        end
+        key_4, value_4, value_expires_at_4 = key, value, value_expires_at
+        if own_key_4 or not position_4 then is_in_place = false end
+        is_new = is_new and not value and not own_key_4
+      end
+    end
     if kind_1 then
-      key_index = key_index + 1
-      key_1 = keys[key_index]
       if day_1 > 0 then
         usage_index = usage_index + 1
         usage_key_1 = keys[usage_index]
@@ -177,13 +455,7 @@ for _ = 1, groups do
         end
       end
       local reset_us, free_reset_us
-      status_1, state_1 = 0, call('GET', key_1)
-      if state_1 then
-        if #state_1 == STATE_BYTES then key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<i8i8i8i8', state_1)
-        else
-          failure = state_1.err and state_1 or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
-        end
-      end
+      status_1 = 0
       if failure then
         -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind_1 == 'B' then
@@ -316,14 +588,17 @@ for _ = 1, groups do
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
-      if status_1 ~= 0 then admitted = false end
+      if ttl_us_1 then
+        local slack_us = key_expires_at_1 and key_expires_at_1 - now - ttl_us_1 or 0
+        kept_until_1 = key_expires_at_1
+        if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
+          kept_until_1 = now + (ceil(ttl_us_1 / 1000) + KEY_SLACK_MS) * 1000
+        end
+        if kept_until_1 > kept_until then kept_until = kept_until_1 end
+      else all_change = false end
+      if status_1 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_1 end
     end
-    local key_2, state_2, status_2, ttl_us_2, new_field1_2, new_field2_2, new_field3_2
-    local key_expires_at_2, field1_2, field2_2, field3_2
-    local usage_key_2
     if kind_2 then
-      key_index = key_index + 1
-      key_2 = keys[key_index]
       if day_2 > 0 then
         usage_index = usage_index + 1
         usage_key_2 = keys[usage_index]
@@ -332,13 +607,7 @@ for _ = 1, groups do
         end
       end
       local reset_us, free_reset_us
-      status_2, state_2 = 0, call('GET', key_2)
-      if state_2 then
-        if #state_2 == STATE_BYTES then key_expires_at_2, field1_2, field2_2, field3_2 = unpack('<i8i8i8i8', state_2)
-        else
-          failure = state_2.err and state_2 or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
-        end
-      end
+      status_2 = 0
       if failure then
         -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind_2 == 'B' then
@@ -471,14 +740,17 @@ for _ = 1, groups do
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
-      if status_2 ~= 0 then admitted = false end
+      if ttl_us_2 then
+        local slack_us = key_expires_at_2 and key_expires_at_2 - now - ttl_us_2 or 0
+        kept_until_2 = key_expires_at_2
+        if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
+          kept_until_2 = now + (ceil(ttl_us_2 / 1000) + KEY_SLACK_MS) * 1000
+        end
+        if kept_until_2 > kept_until then kept_until = kept_until_2 end
+      else all_change = false end
+      if status_2 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_2 end
     end
-    local key_3, state_3, status_3, ttl_us_3, new_field1_3, new_field2_3, new_field3_3
-    local key_expires_at_3, field1_3, field2_3, field3_3
-    local usage_key_3
     if kind_3 then
-      key_index = key_index + 1
-      key_3 = keys[key_index]
       if day_3 > 0 then
         usage_index = usage_index + 1
         usage_key_3 = keys[usage_index]
@@ -487,13 +759,7 @@ for _ = 1, groups do
         end
       end
       local reset_us, free_reset_us
-      status_3, state_3 = 0, call('GET', key_3)
-      if state_3 then
-        if #state_3 == STATE_BYTES then key_expires_at_3, field1_3, field2_3, field3_3 = unpack('<i8i8i8i8', state_3)
-        else
-          failure = state_3.err and state_3 or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
-        end
-      end
+      status_3 = 0
       if failure then
         -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind_3 == 'B' then
@@ -626,14 +892,17 @@ for _ = 1, groups do
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
-      if status_3 ~= 0 then admitted = false end
+      if ttl_us_3 then
+        local slack_us = key_expires_at_3 and key_expires_at_3 - now - ttl_us_3 or 0
+        kept_until_3 = key_expires_at_3
+        if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
+          kept_until_3 = now + (ceil(ttl_us_3 / 1000) + KEY_SLACK_MS) * 1000
+        end
+        if kept_until_3 > kept_until then kept_until = kept_until_3 end
+      else all_change = false end
+      if status_3 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_3 end
     end
-    local key_4, state_4, status_4, ttl_us_4, new_field1_4, new_field2_4, new_field3_4
-    local key_expires_at_4, field1_4, field2_4, field3_4
-    local usage_key_4
     if kind_4 then
-      key_index = key_index + 1
-      key_4 = keys[key_index]
       if day_4 > 0 then
         usage_index = usage_index + 1
         usage_key_4 = keys[usage_index]
@@ -642,13 +911,7 @@ for _ = 1, groups do
         end
       end
       local reset_us, free_reset_us
-      status_4, state_4 = 0, call('GET', key_4)
-      if state_4 then
-        if #state_4 == STATE_BYTES then key_expires_at_4, field1_4, field2_4, field3_4 = unpack('<i8i8i8i8', state_4)
-        else
-          failure = state_4.err and state_4 or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
-        end
-      end
+      status_4 = 0
       if failure then
         -- Do nothing: the code at the end of the loop adds the error to the reply.
       elseif kind_4 == 'B' then
@@ -781,7 +1044,15 @@ for _ = 1, groups do
       else
         failure = redis.error_reply('RLARG unknown kind')
       end
-      if status_4 ~= 0 then admitted = false end
+      if ttl_us_4 then
+        local slack_us = key_expires_at_4 and key_expires_at_4 - now - ttl_us_4 or 0
+        kept_until_4 = key_expires_at_4
+        if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
+          kept_until_4 = now + (ceil(ttl_us_4 / 1000) + KEY_SLACK_MS) * 1000
+        end
+        if kept_until_4 > kept_until then kept_until = kept_until_4 end
+      else all_change = false end
+      if status_4 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_4 end
     end
     -- Write the totals before the states. If Redis rejects the first write, the request has changed nothing.
     if usage_key_1 and admitted and cost_1 > 0 and not failure then
@@ -804,77 +1075,140 @@ for _ = 1, groups do
       if type(total) == 'table' then failure = total
       elseif total == cost_4 then call('PEXPIRE', usage_key_4, USAGE_TTL_MS) end
     end
-    if ttl_us_1 and (admitted or status_1 ~= 0) and not failure then
-      local slack_us = key_expires_at_1 and key_expires_at_1 - now - ttl_us_1 or 0
-      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-        local length = call('SETRANGE', key_1, '8', pack('<i8i8i8', new_field1_1, new_field2_1, new_field3_1))
-        failure = length ~= STATE_BYTES and length
-      else
-        local ttl_ms = ceil(ttl_us_1 / 1000) + KEY_SLACK_MS
-        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1_1, new_field2_1, new_field3_1)
-        local result = call('SET', key_1, new_state, 'PX', format('%d', ttl_ms))
-        failure = result.err and result
+    if failure then
+      -- Do nothing: the code below adds the error to the reply.
+    elseif (is_in_order or is_new) and all_change and admitted then
+      local is_extended, ttl_ms = kept_until > value_expires_at, nil
+      if is_extended then
+        ttl_ms = ttl_of(kept_until)
+        value_expires_at = now + ttl_ms * 1000
       end
-    end
-    if ttl_us_2 and (admitted or status_2 ~= 0) and not failure then
-      local slack_us = key_expires_at_2 and key_expires_at_2 - now - ttl_us_2 or 0
-      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-        local length = call('SETRANGE', key_2, '8', pack('<i8i8i8', new_field1_2, new_field2_2, new_field3_2))
-        failure = length ~= STATE_BYTES and length
-      else
-        local ttl_ms = ceil(ttl_us_2 / 1000) + KEY_SLACK_MS
-        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1_2, new_field2_2, new_field3_2)
-        local result = call('SET', key_2, new_state, 'PX', format('%d', ttl_ms))
-        failure = result.err and result
+      local new_value = pack(value_format, value_expires_at
+        , id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1
+        , id_2, kept_until_2, new_field1_2, new_field2_2, new_field3_2
+        , id_3, kept_until_3, new_field1_3, new_field2_3, new_field3_3
+        , id_4, kept_until_4, new_field1_4, new_field2_4, new_field3_4
+      )
+      if is_extended then result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
+      else result = call('SETRANGE', key, '0', new_value) end
+      failure = type(result) == 'table' and result.err and result or nil
+    elseif admitted and is_in_place and not is_in_order then
+      local extended_key, extended_until
+      if kept_until_1 and not failure then
+        result = call('SETRANGE', key_1, position_1 == 9 and '16' or offset_of(position_1),
+          pack('<dddd', kept_until_1, new_field1_1, new_field2_1, new_field3_1))
+        failure = result ~= #value_1 and result
+        if kept_until_1 > value_expires_at_1 and not (extended_key == key_1 and extended_until >= kept_until_1) then
+          extended_key, extended_until = key_1, extend(key_1, kept_until_1)
+          failure = failure or type(extended_until) == 'table' and extended_until
+        end
       end
-    end
-    if ttl_us_3 and (admitted or status_3 ~= 0) and not failure then
-      local slack_us = key_expires_at_3 and key_expires_at_3 - now - ttl_us_3 or 0
-      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-        local length = call('SETRANGE', key_3, '8', pack('<i8i8i8', new_field1_3, new_field2_3, new_field3_3))
-        failure = length ~= STATE_BYTES and length
-      else
-        local ttl_ms = ceil(ttl_us_3 / 1000) + KEY_SLACK_MS
-        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1_3, new_field2_3, new_field3_3)
-        local result = call('SET', key_3, new_state, 'PX', format('%d', ttl_ms))
-        failure = result.err and result
+      if kept_until_2 and not failure then
+        result = call('SETRANGE', key_2, position_2 == 9 and '16' or offset_of(position_2),
+          pack('<dddd', kept_until_2, new_field1_2, new_field2_2, new_field3_2))
+        failure = result ~= #value_2 and result
+        if kept_until_2 > value_expires_at_2 and not (extended_key == key_2 and extended_until >= kept_until_2) then
+          extended_key, extended_until = key_2, extend(key_2, kept_until_2)
+          failure = failure or type(extended_until) == 'table' and extended_until
+        end
       end
-    end
-    if ttl_us_4 and (admitted or status_4 ~= 0) and not failure then
-      local slack_us = key_expires_at_4 and key_expires_at_4 - now - ttl_us_4 or 0
-      if slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US then
-        local length = call('SETRANGE', key_4, '8', pack('<i8i8i8', new_field1_4, new_field2_4, new_field3_4))
-        failure = length ~= STATE_BYTES and length
-      else
-        local ttl_ms = ceil(ttl_us_4 / 1000) + KEY_SLACK_MS
-        local new_state = pack('<i8i8i8i8', now + ttl_ms * 1000, new_field1_4, new_field2_4, new_field3_4)
-        local result = call('SET', key_4, new_state, 'PX', format('%d', ttl_ms))
-        failure = result.err and result
+      if kept_until_3 and not failure then
+        result = call('SETRANGE', key_3, position_3 == 9 and '16' or offset_of(position_3),
+          pack('<dddd', kept_until_3, new_field1_3, new_field2_3, new_field3_3))
+        failure = result ~= #value_3 and result
+        if kept_until_3 > value_expires_at_3 and not (extended_key == key_3 and extended_until >= kept_until_3) then
+          extended_key, extended_until = key_3, extend(key_3, kept_until_3)
+          failure = failure or type(extended_until) == 'table' and extended_until
+        end
       end
+      if kept_until_4 and not failure then
+        result = call('SETRANGE', key_4, position_4 == 9 and '16' or offset_of(position_4),
+          pack('<dddd', kept_until_4, new_field1_4, new_field2_4, new_field3_4))
+        failure = result ~= #value_4 and result
+        if kept_until_4 > value_expires_at_4 and not (extended_key == key_4 and extended_until >= kept_until_4) then
+          extended_key, extended_until = key_4, extend(key_4, kept_until_4)
+          failure = failure or type(extended_until) == 'table' and extended_until
+        end
+      end
+    elseif admitted or any_repair then
+      local changes, position_in_order = {}, HEADER_BYTES + 1
+      if is_in_order then
+        key_1, value_1, position_1 = key, value, position_in_order
+        position_in_order = position_in_order + STATE_BYTES
+      end
+      if kept_until_1 and (admitted or status_1 ~= 0) then
+        changes[#changes + 1] = {
+          key = key_1, value = value_1, position = position_1, own_key = own_key_1, id = id_1, kept_until = kept_until_1,
+          state = pack('<ddddd', id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1),
+        }
+      end
+      if is_in_order then
+        key_2, value_2, position_2 = key, value, position_in_order
+        position_in_order = position_in_order + STATE_BYTES
+      end
+      if kept_until_2 and (admitted or status_2 ~= 0) then
+        changes[#changes + 1] = {
+          key = key_2, value = value_2, position = position_2, own_key = own_key_2, id = id_2, kept_until = kept_until_2,
+          state = pack('<ddddd', id_2, kept_until_2, new_field1_2, new_field2_2, new_field3_2),
+        }
+      end
+      if is_in_order then
+        key_3, value_3, position_3 = key, value, position_in_order
+        position_in_order = position_in_order + STATE_BYTES
+      end
+      if kept_until_3 and (admitted or status_3 ~= 0) then
+        changes[#changes + 1] = {
+          key = key_3, value = value_3, position = position_3, own_key = own_key_3, id = id_3, kept_until = kept_until_3,
+          state = pack('<ddddd', id_3, kept_until_3, new_field1_3, new_field2_3, new_field3_3),
+        }
+      end
+      if is_in_order then
+        key_4, value_4, position_4 = key, value, position_in_order
+        position_in_order = position_in_order + STATE_BYTES
+      end
+      if kept_until_4 and (admitted or status_4 ~= 0) then
+        changes[#changes + 1] = {
+          key = key_4, value = value_4, position = position_4, own_key = own_key_4, id = id_4, kept_until = kept_until_4,
+          state = pack('<ddddd', id_4, kept_until_4, new_field1_4, new_field2_4, new_field3_4),
+        }
+      end
+      failure = write_states(changes)
     end
     if failure then
       failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = key_offset, failure
+      failures[#failures + 1], failures[#failures + 2] = limit_count, failure
     end
-    replies[reply_count + 1] = failure and 'e' or admitted and 'a' or 'd'
+    limit_count = limit_count + limits
+    if failure then replies[reply_count + 1] = 'e'
+    elseif is_in_order then
+      replies[reply_count + 1], replies[reply_count + 2] = admitted and 'a' or 'd', value
+      reply_count = reply_count + 1
+    else
+      replies[reply_count + 1] = admitted and 'm' or 'n'
+      if kind_1 then
+        reply_count = reply_count + 1
+        replies[reply_count + 1] = position_1 and byte_range(value_1, position_1 + 8, position_1 + 39)
+          or key_expires_at_1 and pack('<dddd', key_expires_at_1, field1_1, field2_1, field3_1) or no_state
+      end
+      if kind_2 then
+        reply_count = reply_count + 1
+        replies[reply_count + 1] = position_2 and byte_range(value_2, position_2 + 8, position_2 + 39)
+          or key_expires_at_2 and pack('<dddd', key_expires_at_2, field1_2, field2_2, field3_2) or no_state
+      end
+      if kind_3 then
+        reply_count = reply_count + 1
+        replies[reply_count + 1] = position_3 and byte_range(value_3, position_3 + 8, position_3 + 39)
+          or key_expires_at_3 and pack('<dddd', key_expires_at_3, field1_3, field2_3, field3_3) or no_state
+      end
+      if kind_4 then
+        reply_count = reply_count + 1
+        replies[reply_count + 1] = position_4 and byte_range(value_4, position_4 + 8, position_4 + 39)
+          or key_expires_at_4 and pack('<dddd', key_expires_at_4, field1_4, field2_4, field3_4) or no_state
+      end
+    end
     reply_count = reply_count + 1
-    if kind_1 then
-      replies[reply_count + 1] = not failure and state_1 or no_state
-      reply_count = reply_count + 1
-    end
-    if kind_2 then
-      replies[reply_count + 1] = not failure and state_2 or no_state
-      reply_count = reply_count + 1
-    end
-    if kind_3 then
-      replies[reply_count + 1] = not failure and state_3 or no_state
-      reply_count = reply_count + 1
-    end
-    if kind_4 then
-      replies[reply_count + 1] = not failure and state_4 or no_state
-      reply_count = reply_count + 1
-    end
   end
+  limit_offset = limit_offset + limits
 end
 replies = table.concat(replies)
 if failures then table.insert(failures, 1, replies) end

@@ -23,8 +23,17 @@ const LOG_INTERVAL: Duration = Duration::from_secs(3600);
 
 /// Count the gateways while `serve` runs. Afterwards, remove this gateway.
 pub(super) async fn count_while(state: &Arc<ProcessState>, store: &RedisStore, serve: impl Future<Output = ()>) {
-    let id = format!("{:016x}", random_permit_id());
-    let counting = tokio::spawn(count(state.clone(), store.clone(), id.clone()));
+    let id = format!("{:016x}/2", random_permit_id());
+    let mut counter =
+        Counter { state: state.clone(), store: store.clone(), id: id.clone(), steady: SteadyCount::default() };
+    // Count before the first request, so that its states are already written where they belong.
+    counter.count().await;
+    let counting = tokio::spawn(async move {
+        loop {
+            sleep(INTERVAL).await;
+            counter.count().await;
+        }
+    });
     serve.await;
     counting.abort();
     // If the store does not answer, the entry expires.
@@ -33,20 +42,30 @@ pub(super) async fn count_while(state: &Arc<ProcessState>, store: &RedisStore, s
     }
 }
 
-async fn count(state: Arc<ProcessState>, store: RedisStore, id: String) {
-    let mut steady = SteadyCount::default();
-    loop {
-        match SharedData(&store).count_gateways(&id, ENTRY_TTL).await {
-            Ok(count) => {
-                let count = steady.add(count, monotonic());
-                state.config_handle.active().config.store.gateways.set_counted(count);
+struct Counter {
+    state: Arc<ProcessState>,
+    store: RedisStore,
+    id: String,
+    steady: SteadyCount,
+}
+
+impl Counter {
+    /// Count the gateways once. If all of them read states from the keys of identities, write states there.
+    async fn count(&mut self) {
+        match SharedData(&self.store).count_gateways(&self.id, ENTRY_TTL).await {
+            Ok((count, older)) => {
+                let count = self.steady.add(count, monotonic());
+                let store = &self.state.config_handle.active().config.store;
+                store.gateways.set_counted(count);
+                if older == 0 {
+                    self.store.layout().share_keys();
+                }
             }
             Err(error) => {
-                steady.interrupt();
+                self.steady.interrupt();
                 log_failure(&error);
             }
         }
-        sleep(INTERVAL).await;
     }
 }
 

@@ -99,11 +99,9 @@ impl LimiterAdmin {
             keys().for_each(|key| was_counted |= self.memory.remove(key.local_hash()));
             return Ok(ResetResult { was_counted, effective_within: Duration::ZERO });
         };
+        was_counted |= store.delete_states(identity, state_names).await?;
+        // Also delete the states of the local share, which decides in outages.
         for key in keys() {
-            let mut redis_key = Vec::new();
-            key.write(prefix, &mut redis_key);
-            was_counted |= store.delete_state(identity, redis_key).await?;
-            // Also delete the state of the local share, which decides in outages.
             self.memory.remove(key.local_hash());
         }
         let hash = overrides::hash_key(prefix);

@@ -351,6 +351,18 @@ impl AlgorithmKind {
         }
     }
 
+    /// Return whether the state has three fields. In Redis, such states of an identity are in the value of one key.
+    pub fn has_fields(self) -> bool {
+        match self {
+            AlgorithmKind::TokenBucket
+            | AlgorithmKind::FixedWindow
+            | AlgorithmKind::FirstRequest
+            | AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingWindow => true,
+            AlgorithmKind::SlidingBuckets | AlgorithmKind::SlidingLog | AlgorithmKind::Concurrency => false,
+        }
+    }
+
     /// Return the weight of a check: the time that Redis needs, as a multiple of the time for a token bucket, which is
     /// about 3 µs. A sliding log has an entry for each token. `tokens` is the number of entries that the check adds,
     /// removes or searches. `buckets` is the number of sliding buckets, all of which a check reads.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::hash::Hasher;
+use std::sync::Arc;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use siphasher::sip128::{Hasher128, SipHasher24};
@@ -105,7 +106,7 @@ pub struct Key<'a> {
 /// The part of a key that a limit contributes: `<limit>:<shape>`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateName {
-    name: Box<str>,
+    name: Arc<str>,
     hash: u128,
     /// Hash of the limit's name, independent of the shape.
     limit_hash: u64,
@@ -117,6 +118,16 @@ impl StateName {
         let name = format!("{limit}:{shape}");
         let hash = hasher.hash(name.as_bytes()).0;
         StateName { name: name.into(), hash, limit_hash: hasher.hash(limit.as_bytes()).0 as u64 }
+    }
+
+    /// Return the id of the state in the value of an identity in Redis: an integer below 2^52 that is not 0.
+    pub fn id(&self) -> u64 {
+        (self.hash >> 76) as u64 | 1
+    }
+
+    /// Return the part of the key: `<limit>:<shape>`.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
     }
 
     /// Return the name of the limit.
@@ -136,15 +147,30 @@ impl Key<'_> {
         self.state_name.limit_hash
     }
 
-    /// Append `<prefix>:{<identity hash>}:<limit>:<shape>`. The braces put all limits of an identity into one cluster
-    /// slot.
+    /// Append `<prefix>:{<identity hash>}:<limit>:<shape>`, the key of a state that has a key of its own.
     pub fn write(&self, prefix: &str, out: &mut Vec<u8>) {
-        out.extend_from_slice(prefix.as_bytes());
-        out.extend_from_slice(b":{");
-        out.extend_from_slice(&self.identity.to_hex());
-        out.extend_from_slice(b"}:");
-        out.extend_from_slice(self.state_name.name.as_bytes());
+        write_key(prefix, self.identity, &self.state_name.name, out);
     }
+}
+
+/// The last part of the key of an identity, in whose value several states are. The names of states contain a colon, so
+/// none has this name.
+const IDENTITY_SUFFIX: &str = "states";
+
+impl Identity {
+    /// Append `<prefix>:{<identity hash>}:states`, the key of the states that have three fields.
+    pub fn write_key(self, prefix: &str, out: &mut Vec<u8>) {
+        write_key(prefix, self, IDENTITY_SUFFIX, out);
+    }
+}
+
+/// Append `<prefix>:{<identity hash>}:<name>`. The braces put all keys of an identity into one cluster slot.
+fn write_key(prefix: &str, identity: Identity, name: &str, out: &mut Vec<u8>) {
+    out.extend_from_slice(prefix.as_bytes());
+    out.extend_from_slice(b":{");
+    out.extend_from_slice(&identity.to_hex());
+    out.extend_from_slice(b"}:");
+    out.extend_from_slice(name.as_bytes());
 }
 
 #[cfg(test)]

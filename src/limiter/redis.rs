@@ -13,6 +13,8 @@ pub mod script;
 pub mod server;
 pub mod url;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::time::timeout;
@@ -41,6 +43,38 @@ pub struct RedisSettings {
     pub algorithms: AlgorithmSet,
     /// Clock of this process, for the boundaries of calendar windows.
     pub clock: Clock,
+    /// Where new states are written.
+    pub layout: Arc<StateLayout>,
+}
+
+/// Where the scripts write states with three fields (see `lua/states.lua`). They find a state in either place.
+#[derive(Debug)]
+pub struct StateLayout {
+    has_own_keys: AtomicBool,
+}
+
+impl StateLayout {
+    /// Every state has a key of its own, which earlier versions can read.
+    pub fn own_keys() -> Self {
+        StateLayout { has_own_keys: AtomicBool::new(true) }
+    }
+
+    /// Return whether every state has a key of its own.
+    pub fn has_own_keys(&self) -> bool {
+        self.has_own_keys.load(Ordering::Relaxed)
+    }
+
+    /// From now on, write all states of an identity to one key.
+    pub fn share_keys(&self) {
+        self.has_own_keys.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Default for StateLayout {
+    /// All states of an identity are in the value of one key.
+    fn default() -> Self {
+        StateLayout { has_own_keys: AtomicBool::new(false) }
+    }
 }
 
 impl Default for RedisSettings {
@@ -54,6 +88,7 @@ impl Default for RedisSettings {
             connect_timeout: Duration::from_secs(1),
             algorithms: AlgorithmSet::default(),
             clock: Clock::Store,
+            layout: Arc::default(),
         }
     }
 }

@@ -89,15 +89,15 @@ impl SharedData<'_> {
     }
 
     /// Count this gateway until `ttl` has passed, or no longer if `ttl` is zero. Return the number of gateways that share
-    /// the store.
+    /// the store, and the number of those of a version that reads only states with keys of their own.
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn count_gateways(self, id: &str, ttl: Duration) -> Result<u64, StoreError> {
+    pub async fn count_gateways(self, id: &str, ttl: Duration) -> Result<(u64, u64), StoreError> {
         let key = format!("{}:gateways", self.0.prefix());
         let reply =
             self.0.admin_command(key_slot(key.as_bytes()), &commands::count_gateways_command(&key, id, ttl)).await?;
-        commands::parse_number(reply)
+        redis::from_redis_value(reply).map_err(|_| StoreError::MalformedReply)
     }
 
     /// Add a post to the usage totals. Return `false` if Redis had already added this post. The call may be repeated

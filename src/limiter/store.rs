@@ -8,7 +8,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::boxed::boxed;
 use crate::clock::elapsed_since;
-use crate::limiter::key::Identity;
+use crate::limiter::key::{Identity, StateName};
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{AnsweredBy, LimiterMetrics};
 use crate::limiter::redis::batcher::ServerStore;
@@ -16,7 +16,7 @@ use crate::limiter::redis::circuit_breaker::{CircuitBreaker, RecoverySignal};
 use crate::limiter::redis::cluster::ClusterStore;
 use crate::limiter::redis::cluster::topology::{ClusterMap, identity_slot, key_slot};
 use crate::limiter::redis::overrides::{OverrideEntry, OverrideWrite, Snapshot, WriteStatus};
-use crate::limiter::redis::{RedisDeployment, RedisSettings, cluster, overrides};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, StateLayout, cluster, commands, overrides};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// The store for the counters of one worker.
@@ -115,13 +115,13 @@ impl RedisStore {
 // === Administration: single states, and the records of overrides ===
 
 impl RedisStore {
-    /// Delete the state with this Redis key. Return whether the state existed. The call may be repeated without harm.
+    /// Delete the states of an identity. Return whether one of them existed. The call may be repeated without harm.
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn delete_state(&self, identity: Identity, redis_key: Vec<u8>) -> Result<bool, StoreError> {
-        let deleted = self.admin_command(identity_slot(identity), redis::cmd("DEL").arg(redis_key)).await?;
-        Ok(deleted == Value::Int(1))
+    pub async fn delete_states(&self, identity: Identity, states: &[&StateName]) -> Result<bool, StoreError> {
+        let command = commands::delete_states_command(self.prefix(), identity, states);
+        Ok(self.admin_command(identity_slot(identity), &command).await? == Value::Int(1))
     }
 
     /// Read all override records from the hash at `hash_key`.
@@ -168,6 +168,14 @@ impl RedisStore {
         match self {
             RedisStore::Single(server) => Ok(vec![server.clone()]),
             RedisStore::Cluster(cluster) => cluster.master_nodes().await,
+        }
+    }
+
+    /// Return where new states are written.
+    pub fn layout(&self) -> &StateLayout {
+        match self {
+            RedisStore::Single(server) => server.layout(),
+            RedisStore::Cluster(cluster) => cluster.layout(),
         }
     }
 

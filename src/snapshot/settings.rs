@@ -25,7 +25,7 @@ use crate::http::url::HttpUrl;
 use crate::limiter::gateway_count::{GatewayCount, MAX_GATEWAYS};
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::url::{Credentials, StoreAccess, UrlError, parse_redis_url};
-use crate::limiter::redis::{RedisDeployment, RedisSettings};
+use crate::limiter::redis::{RedisDeployment, RedisSettings, StateLayout};
 use crate::snapshot::cost::InspectBounds;
 use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::header_rules;
@@ -714,7 +714,9 @@ pub(super) fn store(
             let counts_usage = limits.clone().any(|limit| limit.usage.is_some());
             let algorithms = AlgorithmSet::for_rules(limits.map(|limit| &limit.default_variant.rule));
             let algorithms = algorithms.with_usage(counts_usage);
-            let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, ..defaults };
+            // Until all gateways that share the store are counted, states are written where every version reads them.
+            let layout = Arc::new(StateLayout::own_keys());
+            let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, layout, ..defaults };
             settings.redis = Some((servers, redis));
         }
         Err(UrlError { message: what, hint }) => reader.push_issue(Issue::new(text.span(), what).with_hint(hint)),

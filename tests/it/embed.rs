@@ -110,7 +110,7 @@ fn processes_on_one_redis_admit_exactly_the_quota_together() {
     assert_eq!(send_concurrently(&[&one, &other], 16), BTreeMap::from([(200, 7), (429, 25)]));
     let keys = redis.keys();
     assert_eq!(keys.len(), 1, "{keys:?}");
-    assert!(keys[0].starts_with("rl:{") && keys[0].ends_with("}:per-client:b"), "{keys:?}");
+    assert!(keys[0].starts_with("rl:{") && keys[0].ends_with("}:states"), "{keys:?}");
     redis.assert_every_key_expires();
 }
 

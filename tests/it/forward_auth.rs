@@ -573,7 +573,7 @@ fn limited(server: &Upstream, upstream: &Upstream, redis: &Redis) -> String {
 
 /// Return the counters of all limits in Redis, sorted.
 fn counts(redis: &Redis) -> Vec<u64> {
-    let mut counts: Vec<_> = redis.keys().iter().map(|key| redis.state(key)[1]).collect();
+    let mut counts: Vec<_> = redis.keys().iter().flat_map(|key| redis.states(key)).map(|state| state[1]).collect();
     counts.sort_unstable();
     counts
 }

@@ -80,13 +80,40 @@ fn shares_of_gateways_that_start_and_stop_are_together_the_limit() {
 #[test]
 fn gateways_without_the_permission_use_the_configured_number() {
     let redis = Redis::start();
-    let rules = ["SETUSER", "g", "on", ">p", "~*", "&*", "+@all", "-zcount"];
+    let rules = ["SETUSER", "g", "on", ">p", "~*", "&*", "+@all", "-zadd"];
     redis::cmd("ACL").arg(&rules).exec(&mut redis.connection()).unwrap();
     let gateway = Gateway::start(&config(&redis.url(), "username = \"g\"\npassword = \"p\"\ngateway_count = 4"));
     eventually("the gateway warns", || gateway.log().contains("cannot count the gateways"));
     assert_eq!(counted(&gateway), 4);
     drop(redis);
     assert_eq!(admitted(&gateway), 10);
+}
+
+/// A gateway of an earlier version finds only states with keys of their own.
+#[test]
+fn states_move_to_the_key_of_their_identity_after_the_last_gateway_of_an_earlier_version() {
+    let redis = Redis::start();
+    let mut connection = redis.connection();
+    let expires_at_s: (u64, u64) = redis::cmd("TIME").query(&mut connection).unwrap();
+    let expires_at_us = (expires_at_s.0 + ENTRY_TTL.as_secs()) * 1_000_000;
+    redis::cmd("ZADD").arg(KEY).arg(expires_at_us).arg("0123456789abcdef").exec(&mut connection).unwrap();
+    let text = config(&redis.url(), "").replace("sliding-log", "fixed-window").replace("40/24h", "1000000/24h");
+    let gateways = [(); 2].map(|()| Gateway::start(&text));
+    let remaining = |gateway: &Gateway| gateway.client().get("/r").remaining("l");
+    let has_key = |end: &str| redis.keys().iter().any(|key| key.ends_with(end));
+    assert_eq!((remaining(&gateways[0]), remaining(&gateways[1])), (999_999, 999_998));
+    assert!(has_key("}:l:f86400000000") && !has_key("}:states"), "{:?}", redis.keys());
+
+    redis::cmd("ZREM").arg(KEY).arg("0123456789abcdef").exec(&mut connection).unwrap();
+    let mut expected = 999_998;
+    eventually("the state has moved", || {
+        expected -= 1;
+        assert_eq!(remaining(&gateways[expected as usize % 2]), expected, "the count continues");
+        has_key("}:states")
+    });
+    assert!(!has_key("}:l:f86400000000"), "{:?}", redis.keys());
+    assert_eq!(gateways.each_ref().map(remaining), [expected - 1, expected - 2], "both gateways find the state");
+    redis.assert_every_key_expires();
 }
 
 #[test]
@@ -106,23 +133,27 @@ async fn entries_expire_by_the_clock_of_redis_and_fit_into_a_full_redis() {
     let data = SharedData(&store);
     let mut connection = redis.connection();
     for number in 1..=50 {
-        assert_eq!(data.count_gateways(&format!("g{number}"), ENTRY_TTL).await.unwrap(), number);
-        assert_eq!(data.count_gateways(&format!("g{number}"), ENTRY_TTL).await.unwrap(), number, "an entry is renewed");
+        assert_eq!(data.count_gateways(&format!("g{number}"), ENTRY_TTL).await.unwrap(), (number, number));
+        assert_eq!(
+            data.count_gateways(&format!("g{number}"), ENTRY_TTL).await.unwrap(),
+            (number, number),
+            "an entry is renewed"
+        );
     }
     for number in 2..=50 {
         let left = data.count_gateways(&format!("g{number}"), Duration::ZERO).await.unwrap();
-        assert_eq!(left, 51 - number, "an entry is removed");
+        assert_eq!(left.0, 51 - number, "an entry is removed");
     }
     // An entry that has expired, and one that was written before the clock was set back by an hour.
     let now: (u64, u64) = redis::cmd("TIME").query(&mut connection).unwrap();
     for (id, expires_at_s) in [("dead", now.0), ("future", now.0 + 3600)] {
         redis::cmd("ZADD").arg(KEY).arg(expires_at_s * 1_000_000).arg(id).exec(&mut connection).unwrap();
     }
-    assert_eq!(data.count_gateways("g1", ENTRY_TTL).await.unwrap(), 1);
+    assert_eq!(data.count_gateways("g1", ENTRY_TTL).await.unwrap(), (1, 1));
     for (name, value) in [("maxmemory-policy", "noeviction"), ("maxmemory", "1")] {
         redis::cmd("CONFIG").arg("SET").arg(name).arg(value).exec(&mut connection).unwrap();
     }
-    assert_eq!(data.count_gateways("g2", ENTRY_TTL).await.unwrap(), 2);
+    assert_eq!(data.count_gateways("g2/2", ENTRY_TTL).await.unwrap(), (2, 1));
     redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg("0").exec(&mut connection).unwrap();
     redis::cmd("SET").arg(KEY).arg("x").exec(&mut connection).unwrap();
     assert!(data.count_gateways("g1", ENTRY_TTL).await.is_err(), "another program uses the key");

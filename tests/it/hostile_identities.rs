@@ -467,7 +467,7 @@ fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     let lengths: HashSet<_> = names.iter().map(String::len).collect();
     assert_eq!((names.len(), lengths.len()), (keys.len(), 1), "one Redis key per API key, all as long: {names:?}");
     for name in &names {
-        assert!(name.starts_with("rl:{") && name.contains("}:per-key:"), "{name}");
+        assert!(name.starts_with("rl:{") && name.ends_with("}:states"), "{name}");
         assert!(name.bytes().all(|byte| byte.is_ascii_graphic()), "{name}");
     }
     redis.assert_every_key_expires();

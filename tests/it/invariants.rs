@@ -47,7 +47,7 @@ use crate::support::stores::{
     usage_in_memory, usage_in_redis,
 };
 use proptest::prelude::*;
-use sluicegate::clock::monotonic;
+use sluicegate::clock::{Clock, monotonic};
 use sluicegate::limiter::algorithm::concurrency::Concurrency;
 use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
@@ -55,8 +55,10 @@ use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
 use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::algorithm::{Outcome, Rule, Status};
+use sluicegate::limiter::key::{Identity, IdentityHasher, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
+use sluicegate::limiter::redis::commands;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 /// Number of cases that run concurrently. Round trips to Redis take most of the time. Concurrent cases send their
@@ -116,7 +118,7 @@ impl Trial {
     async fn new(server: &Rc<Redis>, prefix: &str, case: &Case) -> Trial {
         let stores = Stores::new(server, prefix);
         let alone = MemoryStore::new(1_000_000, stores.clock.clone());
-        let keys = Keys::new(server).await;
+        let keys = Keys::new(server, &stores.clock).await;
         let (server, prefix) = (server.clone(), prefix.to_owned());
         Trial { server, play: Play::new(case), stores, keys, alone, prefix, time: case.time }
     }
@@ -353,12 +355,51 @@ fn is_numbers(rule: &Rule) -> bool {
     !matches!(rule, Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_))
 }
 
-/// Return the expiry time of the key, which is part of the state. The output of DUMP starts with the type and the
-/// length of the value.
-fn ends(rule: &Rule, dump: &Option<Vec<u8>>) -> Option<u64> {
-    let state = dump.as_deref().filter(|_| is_numbers(rule))?;
-    assert_eq!(state[..2], [0, 32], "an uncompressed string of 32 bytes");
-    Some(u64::from_le_bytes(state[2..10].try_into().unwrap()))
+/// Return the time until which a state is kept, which is its first number.
+fn ends(rule: &Rule, state: &Option<Vec<u8>>) -> Option<u64> {
+    let state = state.as_deref().filter(|_| is_numbers(rule))?;
+    Some(u64::from_le_bytes(state[..8].try_into().unwrap()))
+}
+
+/// Where a state with three numbers is: in the value of the key of its identity.
+struct Place {
+    prefix: String,
+    identity: Identity,
+    state: StateName,
+    /// The key of the identity.
+    key: Vec<u8>,
+}
+
+impl Place {
+    /// Return the place of a state. `name` is the key that the state would have of its own. Return `None` if the state
+    /// does not have three numbers.
+    fn of(name: &[u8]) -> Option<Place> {
+        let name = std::str::from_utf8(name).unwrap();
+        let (prefix, rest) = name.split_once(":{").unwrap();
+        let (identity, state) = rest.split_once("}:").unwrap();
+        let (limit, shape) = state.split_once(':').unwrap();
+        if !shape.starts_with(['b', 'f', 'k', 'w', 'x']) {
+            return None;
+        }
+        let identity = Identity::from_hex(identity).unwrap();
+        let mut key = Vec::new();
+        identity.write_key(prefix, &mut key);
+        let state = StateName::new(&IdentityHasher::new("test"), limit, shape);
+        Some(Place { prefix: prefix.to_owned(), identity, state, key })
+    }
+
+    /// Return the numbers of the state in a value as 64-bit integers, and the latest time until which a state in the
+    /// value is kept.
+    fn read(&self, value: &[u8]) -> (Option<Vec<u8>>, u64) {
+        let numbers: Vec<_> = value.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes) as u64).collect();
+        assert_eq!((numbers.len() % 5, value.len() % 8), (1, 0), "a time, and five numbers for each state");
+        let states = || numbers[1..].chunks(5);
+        let own = states().find(|state| state[0] == self.state.id());
+        let bytes = own.map(|state| state[1..].iter().flat_map(|number| number.to_le_bytes()).collect());
+        let longest = states().map(|state| state[1]).max().unwrap();
+        assert!(numbers[0] >= longest, "the key of an identity outlives each of its states");
+        (bytes, longest)
+    }
 }
 
 /// The states in Redis. Redis expires keys by its own clock, not by the virtual clock of the test. After each call,
@@ -366,6 +407,7 @@ fn ends(rule: &Rule, dump: &Option<Vec<u8>>) -> Option<u64> {
 /// call sets.
 struct Keys {
     connection: redis::aio::MultiplexedConnection,
+    clock: Clock,
     known: HashMap<Vec<u8>, Vec<u8>>,
     /// The instant from which each key has no effect, in µs on the virtual clock.
     ends: HashMap<Vec<u8>, u64>,
@@ -387,12 +429,13 @@ struct Seen {
 }
 
 impl Keys {
-    async fn new(server: &Redis) -> Keys {
+    async fn new(server: &Redis, clock: &Clock) -> Keys {
         let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
         let mut connection = server.client().get_multiplexed_async_connection_with_config(&patient).await.unwrap();
         let mut plain = redis::cmd("CONFIG");
         let () = plain.arg("SET").arg("rdbcompression").arg("no").query_async(&mut connection).await.unwrap();
-        Keys { connection, known: HashMap::new(), ends: HashMap::new(), rules: HashMap::new() }
+        let clock = clock.clone();
+        Keys { connection, clock, known: HashMap::new(), ends: HashMap::new(), rules: HashMap::new() }
     }
 
     /// Return whether a bucket was written at a higher rate than that of this rule.
@@ -411,19 +454,39 @@ impl Keys {
     async fn look(&mut self, keys: &[Vec<u8>], since: Instant) -> Option<Vec<Seen>> {
         let mut pipe = redis::pipe();
         for key in keys {
-            pipe.cmd("DUMP").arg(key).cmd("PTTL").arg(key).cmd("PEXPIRE").arg(key).arg(YEARS_MS).ignore();
+            let (read, key) = match Place::of(key) {
+                Some(place) => ("GET", place.key),
+                None => ("DUMP", key.clone()),
+            };
+            pipe.cmd(read).arg(&key).cmd("PTTL").arg(&key).cmd("PEXPIRE").arg(&key).arg(YEARS_MS).ignore();
         }
         let replies: Vec<redis::Value> = pipe.query_async(&mut self.connection).await.unwrap();
+        let now = self.clock.now_us();
+        let elapsed_ms = since.elapsed().as_millis() as u64 + 1;
         let seen = keys.iter().zip(replies.chunks(2)).map(|(key, reply)| {
-            let after: Option<Vec<u8>> = redis::from_redis_value(reply[0].clone()).unwrap();
+            let mut after: Option<Vec<u8>> = redis::from_redis_value(reply[0].clone()).unwrap();
             let ttl_ms: i64 = redis::from_redis_value(reply[1].clone()).unwrap();
             assert_ne!(ttl_ms, -1, "invariant 9, a key without a TTL");
+            let mut fresh = (0..YEARS_MS as i64 / 2).contains(&ttl_ms).then_some(ttl_ms as u64);
+            if let (Some(place), Some(value)) = (Place::of(key), &after) {
+                let (state, longest) = place.read(value);
+                if let Some(ttl_ms) = fresh {
+                    let least = longest.saturating_sub(now).div_ceil(1000).max(1000);
+                    let range = least.saturating_sub(elapsed_ms)..=least + (least / 8).max(1000);
+                    assert!(range.contains(&ttl_ms), "invariant 9, a TTL of {ttl_ms} ms is not in {range:?}");
+                }
+                let kept_until = |state: &Option<Vec<u8>>| {
+                    state.as_ref().map(|state| u64::from_le_bytes(state[..8].try_into().unwrap()))
+                };
+                let is_new = kept_until(&state) != kept_until(&self.known.get(key).cloned());
+                fresh = kept_until(&state).filter(|_| is_new).map(|until| until.saturating_sub(now) / 1000);
+                after = state;
+            }
             let before = match &after {
                 Some(state) => self.known.insert(key.clone(), state.clone()),
                 None => self.known.remove(key),
             };
-            let fresh = (0..YEARS_MS as i64 / 2).contains(&ttl_ms);
-            Seen { before, after, ttl_ms: fresh.then_some(ttl_ms as u64) }
+            Seen { before, after, ttl_ms: fresh }
         });
         let seen = seen.collect();
         (since.elapsed() < SHORTEST_TTL).then_some(seen)
@@ -433,7 +496,20 @@ impl Keys {
     async fn expire(&mut self, now: u64) {
         let ended: Vec<_> = self.ends.extract_if(|_, end| *end <= now).map(|(key, _)| key).collect();
         if !ended.is_empty() {
-            let () = redis::cmd("DEL").arg(&ended).query_async(&mut self.connection).await.unwrap();
+            let mut pipe = redis::pipe();
+            for name in &ended {
+                match Place::of(name) {
+                    Some(Place { prefix, identity, state, key }) => pipe
+                        .add_command(commands::delete_states_command(&prefix, identity, &[&state]))
+                        .ignore()
+                        .cmd("PEXPIRE")
+                        .arg(key)
+                        .arg(YEARS_MS)
+                        .ignore(),
+                    None => pipe.cmd("DEL").arg(name).ignore(),
+                };
+            }
+            let () = pipe.query_async(&mut self.connection).await.unwrap();
             ended.iter().for_each(|key| drop(self.known.remove(key)));
         }
     }
@@ -473,7 +549,7 @@ fn admitted_cost_less_refunds_stays_within_the_formula() {
 /// Run requests, and refunds of admitted requests, on a clock that only moves forward.
 async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let stores = Stores::new(server, prefix);
-    let mut keys = Keys::new(server).await;
+    let mut keys = Keys::new(server, &stores.clock).await;
     let operations = case.steps.len();
     let mut play = Play::new(&Case { time: Time::GoesOn, usage: None, ..case.clone() });
     let names: Vec<_> = play.limits.iter().map(|limit| limit.key(prefix, 0)).collect();
@@ -649,7 +725,7 @@ fn refund_leaves_no_less_debt_than_without_the_charge() {
 /// that are not refunded. Return `None` if the machine paused for too long.
 async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usize> {
     let stores = Stores::new(server, prefix);
-    let mut keys = Keys::new(server).await;
+    let mut keys = Keys::new(server, &stores.clock).await;
     let limit = apart(vec![case.rule.clone()], 2).remove(0);
     let Rule::TokenBucket(bucket) = limit.rule else { unreachable!() };
     let names = [0, 1].map(|who| limit.key(prefix, who));
@@ -753,7 +829,7 @@ fn clock_set_back_locks_out_no_longer_than_a_full_state() {
             let (server, prefix) = (server.clone(), format!("case{number}"));
             async move {
                 let stores = Stores::new(&server, &prefix);
-                let mut keys = Keys::new(&server).await;
+                let mut keys = Keys::new(&server, &stores.clock).await;
                 let limit = apart(vec![rule], 1).remove(0);
                 let name = [limit.key(&prefix, 0)];
                 let longest = longest_reset(&limit.rule);
@@ -803,7 +879,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
         return 0;
     }
     let stores = Stores::new(server, prefix);
-    let mut keys = Keys::new(server).await;
+    let mut keys = Keys::new(server, &stores.clock).await;
     let mut play = Play::new(&case);
     let mut operations = 0;
     for (step, &wanted) in case.steps.iter().zip(takes) {
@@ -843,6 +919,11 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
 impl Keys {
     /// Return the content of a key of any Redis type, without the expiry time that a state may contain.
     async fn state(&mut self, rule: &Rule, key: &[u8]) -> Vec<Vec<u8>> {
+        if let Some(place) = Place::of(key) {
+            let value: Option<Vec<u8>> =
+                redis::cmd("GET").arg(&place.key).query_async(&mut self.connection).await.unwrap();
+            return value.and_then(|value| place.read(&value).0).map(|state| state[8..].to_vec()).into_iter().collect();
+        }
         let mut command = match rule {
             Rule::SlidingLog(_) => redis::cmd("LRANGE"),
             _ => redis::cmd("GET"),
@@ -857,7 +938,7 @@ impl Keys {
             value @ redis::Value::Array(_) => redis::from_redis_value(value).unwrap(),
             value => {
                 let state: Vec<u8> = redis::from_redis_value(value).unwrap();
-                vec![state[if is_numbers(rule) { 8 } else { 0 }..].to_vec()]
+                vec![state]
             }
         }
     }
@@ -962,7 +1043,7 @@ fn new_rate_converts_debt_exactly_and_revives_none() {
 async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize> {
     let Resizing { old, new, cost, .. } = *case;
     let stores = Stores::new(server, prefix);
-    let mut keys = Keys::new(server).await;
+    let mut keys = Keys::new(server, &stores.clock).await;
     // Both limits have the same state, because the key of a bucket does not contain its rate.
     let [before, after] = [old, new].map(|rule| Limit::new("limit", Rule::TokenBucket(rule)));
     let name = before.key(prefix, 0);
@@ -1087,6 +1168,6 @@ fn database_is_empty_after_all_ttls() {
     assert_eq!(runtime.block_on(stores.call(Operation::Check, &charges)).granted, 0);
     let mut connection = server.connection();
     let mut size = || redis::cmd("DBSIZE").query::<u64>(&mut connection).unwrap();
-    assert_eq!(size(), limits.len() as u64);
+    assert_eq!(size(), 3, "a key for the states with three numbers, and one for each other state");
     eventually("invariant 14, the database is empty after all TTLs", || size() == 0);
 }

@@ -16,6 +16,7 @@ use sluicegate::clock::Clock;
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
+use sluicegate::limiter::redis::StateLayout;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::{AlgorithmSet, script};
 use sluicegate::limiter::redis::script::{LimitArgs, ScriptReply};
@@ -26,44 +27,47 @@ use sluicegate::limiter::verdict::{Charge, Operation, Verdict};
 struct Lua54 {
     lua: Interpreter,
     database: RefCell<Database>,
+    layout: StateLayout,
 }
 
 impl Lua54 {
     fn new() -> Lua54 {
-        Lua54 { lua: Interpreter::new(), database: RefCell::default() }
+        Lua54 { lua: Interpreter::new(), database: RefCell::default(), layout: StateLayout::default() }
     }
 
     fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         // A time of 0 makes the script read the time with TIME.
         let mut database = self.database.borrow_mut();
         database.now = now;
-        let key = |charge: &Charge<'_>| {
-            let mut key = Vec::new();
-            charge.key.write("rl", &mut key);
-            key
-        };
-        let mut keys: Vec<_> = charges.iter().map(key).collect();
-        let mut terms = Vec::new();
-        for charge in charges {
+        let (mut keys, mut usage_keys, mut terms) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, charge) in charges.iter().enumerate() {
             let day = charge.usage_day(operation, now);
-            terms.push(LimitArgs::from_charge(charge, now).with_usage(day));
-            keys.extend(day.map(|day| {
+            let limit = LimitArgs::new(charges, index, now).with_usage(day);
+            if limit.has_key() {
+                let mut key = Vec::new();
+                limit.write_key(&charge.key, "rl", &mut key);
+                keys.push(key);
+            }
+            terms.push(limit);
+            usage_keys.extend(day.map(|day| {
                 let (limit, identity) = (charge.key.state_name.limit_name(), charge.key.identity.0);
                 UsageKey { limit: limit.into(), identity, month: day.month(), fields: UsageFields::Days }
                     .to_redis_key("rl")
             }));
         }
+        keys.append(&mut usage_keys);
+        let names = charges.iter().map(|charge| &**charge.key.state_name.name());
         let counts_usage = terms.iter().any(LimitArgs::counts_usage);
-        let mut argument = script::start_argument(0, 1, terms.len());
+        let mut argument = script::start_argument(0, &self.layout, 1, terms.len());
         script::append_group(&mut argument, 1, operation, &terms);
-        let mut arguments = vec![argument];
+        let mut arguments = vec![argument, script::state_names_argument(names)];
         arguments.extend(counts_usage.then(|| script::usage_argument(std::iter::once(&*terms))));
         let parts = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule)).with_usage(counts_usage);
-        let script = script(script::script_variant(operation, &terms), parts);
+        let script = script(script::script_variant(&self.layout, operation, &terms), parts);
         let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &arguments);
         let Replied::Bulk(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
         let reply = redis::parse_redis_value(&reply.encode()).unwrap();
-        ScriptReply::new(reply, 1, charges.len()).unwrap().next_verdict(operation, &terms).unwrap().unwrap()
+        ScriptReply::new(reply, charges.len()).unwrap().next_verdict(operation, &terms).unwrap().unwrap()
     }
 
     /// Return the usage totals.

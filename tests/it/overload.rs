@@ -613,7 +613,7 @@ fn reservation_whose_settlement_is_lost_is_settled_once() {
         (reply.status == 200).then(|| reply.remaining("l0"))
     };
     let reserved = 1_000_000 - chat("").unwrap();
-    let charged = || redis.state(redis.keys().iter().find(|key| key.contains(":l0:")).unwrap())[1];
+    let charged = || redis.state(redis.keys().iter().find(|key| key.contains(":states")).unwrap())[1];
     eventually("the first reservation is settled", || charged() == TOKENS);
     let calls = redis.calls("evalsha");
     chat("?fail").unwrap();

@@ -47,9 +47,9 @@ fn charged(redis: &Redis) -> u64 {
     // The key may not exist: an empty log has no key.
     let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
     let Some(state) = state else { return 0 };
-    // The state of sliding buckets is text, that of windows is binary.
+    // The state of sliding buckets is text, that of windows is binary: the numbers of the identity and of its state.
     if state.contains(&0) {
-        return u64::from_le_bytes(state[16..24].try_into().unwrap());
+        return f64::from_le_bytes(state[32..40].try_into().unwrap()) as u64;
     }
     let state = String::from_utf8(state).unwrap();
     let counters = state.split_once(':').unwrap().1;
@@ -402,8 +402,8 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
         if known.lock().unwrap().insert(command.keys()[0].clone()) {
             let _ = words.lock().unwrap().recv();
         }
-        match command.keys() {
-            [_] => command.granted_in_full(),
+        match command.requests()[..] {
+            [1] => command.granted_in_full(),
             _ => command.denied_for(3600),
         }
     });

@@ -609,7 +609,7 @@ fn streams_charge_at_most_the_quota_and_the_cost_of_those_in_flight() {
     });
     let charged = admitted as u64 * COST;
     assert!((101..=100 + STREAMS as u64 * COST).contains(&charged), "{charged}");
-    let keys = redis.keys().into_iter().filter(|key| key.contains(":tokens:")).collect::<Vec<_>>();
+    let keys = redis.keys().into_iter().filter(|key| key.contains(":states")).collect::<Vec<_>>();
     assert_eq!(redis.state(&keys[0])[1], charged, "every stream is charged, also in debt: {keys:?}");
 }
 

@@ -17,12 +17,14 @@ use crate::support::random::{Case, Play, Time, steps};
 use crate::support::redis::Redis;
 use crate::support::stores::{
     ALIGNED, Limit, SECOND, START, Stores, assert_same_totals, bucket, buckets, calendar, call, concurrency, log,
-    sliding, usage_in_memory, usage_in_redis, window,
+    sliding, store_with_layout, usage_in_memory, usage_in_redis, window,
 };
 use serde_json::json;
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::fixed_window::WindowStart;
 use sluicegate::limiter::quota::CalendarUnit;
+use sluicegate::limiter::redis::StateLayout;
+use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::{AlgorithmSet, LimitArgs, ScriptReply, ScriptVariant};
 use sluicegate::limiter::usage;
@@ -39,6 +41,9 @@ const WHAT_TO_DO: &str = "gateways of both versions share one Redis while an upg
      the algorithm to `RESTARTED` (tests/it/rolling_upgrade.rs), and say in CHANGELOG.md that its counters restart: \
      docs/reference/compatibility.md";
 
+/// The places where this build writes states.
+const LAYOUTS: [fn() -> StateLayout; 2] = [StateLayout::own_keys, StateLayout::default];
+
 /// A Redis server, the stores of this build, and the scripts of the release.
 struct Upgrade {
     release: Fixtures,
@@ -48,9 +53,10 @@ struct Upgrade {
 }
 
 impl Upgrade {
-    fn new(release: Fixtures) -> Upgrade {
+    /// Start a server and the stores of this build, which write states where `layout` says.
+    fn new(release: Fixtures, layout: StateLayout) -> Upgrade {
         let server = Redis::start();
-        let stores = Stores::new(&server, PREFIX);
+        let stores = Stores::with_layout(&server, PREFIX, layout);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         Upgrade { release, server, stores, runtime }
     }
@@ -76,9 +82,14 @@ impl Upgrade {
 
     /// Perform a recorded call with this build, in Redis and with the model.
     fn new_build(&self, recorded: &RecordedCall, limits: &[Limit]) {
+        self.perform(&self.stores.redis, recorded, limits);
+    }
+
+    /// Perform a recorded call with a store of this build and with the model.
+    fn perform(&self, store: &ServerStore, recorded: &RecordedCall, limits: &[Limit]) {
         self.model(recorded, limits);
         let charges = charges(recorded, limits);
-        let verdict = self.runtime.block_on(call(&self.stores.redis, recorded.operation(), &charges));
+        let verdict = self.runtime.block_on(call(store, recorded.operation(), &charges));
         assert!(
             verdict.as_ref().is_ok_and(|verdict| recorded.has_verdict(verdict)),
             "this build does not read a state that release {} has written: {verdict:#?} for {recorded:#?}\n{WHAT_TO_DO}",
@@ -143,18 +154,39 @@ fn comparable(release: &Fixtures) -> Vec<RecordedCase> {
 #[test]
 fn states_of_the_last_release_are_read() {
     let mut calls = 0;
-    for case in comparable(&Fixtures::find()) {
-        let upgrade = Upgrade::new(Fixtures::find());
-        case.before.iter().for_each(|recorded| upgrade.model(recorded, &limits(&case, recorded)));
+    for (case, layout) in comparable(&Fixtures::find()).iter().flat_map(|case| LAYOUTS.map(|layout| (case, layout))) {
+        let upgrade = Upgrade::new(Fixtures::find(), layout());
+        case.before.iter().for_each(|recorded| upgrade.model(recorded, &limits(case, recorded)));
         write_states(&mut upgrade.server.connection(), &case.states);
         for recorded in &case.after {
-            upgrade.new_build(recorded, &limits(&case, recorded));
+            upgrade.new_build(recorded, &limits(case, recorded));
             upgrade.keep_keys();
             calls += 1;
         }
-        upgrade.totals_are_equal(&case);
+        upgrade.totals_are_equal(case);
     }
     assert!(calls > 100, "{calls}");
+}
+
+/// After the last gateway of the release has stopped, each gateway of this build begins at another time to write the
+/// states of an identity to one key.
+#[test]
+fn gateways_that_write_states_to_different_keys_alternate_exactly() {
+    for case in comparable(&Fixtures::find()) {
+        let upgrade = Upgrade::new(Fixtures::find(), StateLayout::own_keys());
+        let others = store_with_layout(&upgrade.server, PREFIX, upgrade.stores.clock.clone(), StateLayout::default());
+        case.before.iter().for_each(|recorded| upgrade.model(recorded, &limits(&case, recorded)));
+        write_states(&mut upgrade.server.connection(), &case.states);
+        for (number, recorded) in case.after.iter().enumerate() {
+            let limits = limits(&case, recorded);
+            match number % 3 {
+                0 => upgrade.new_build(recorded, &limits),
+                _ => upgrade.perform(&others, recorded, &limits),
+            }
+            upgrade.keep_keys();
+        }
+        upgrade.totals_are_equal(&case);
+    }
 }
 
 #[test]
@@ -163,7 +195,7 @@ fn gateways_of_two_versions_alternate_exactly() {
         // The release and this build make the calls in turn. The second round swaps them, so that each call is made by
         // both.
         for first_is_old in [true, false] {
-            let upgrade = Upgrade::new(Fixtures::find());
+            let upgrade = Upgrade::new(Fixtures::find(), StateLayout::own_keys());
             let mut is_old = first_is_old;
             for recorded in case.before.iter().chain(&case.after) {
                 let limits = limits(&case, recorded);
@@ -183,7 +215,7 @@ fn gateways_of_two_versions_alternate_exactly() {
 #[test]
 fn last_release_reads_states_of_this_build() {
     for case in comparable(&Fixtures::find()) {
-        let upgrade = Upgrade::new(Fixtures::find());
+        let upgrade = Upgrade::new(Fixtures::find(), StateLayout::own_keys());
         for recorded in &case.before {
             upgrade.new_build(recorded, &limits(&case, recorded));
             upgrade.keep_keys();
@@ -306,16 +338,17 @@ fn record_call(
     charges: &[Charge<'_>],
 ) -> (RecordedCall, Verdict) {
     let days: Vec<_> = charges.iter().map(|charge| charge.usage_day(operation, now)).collect();
-    let arguments: Vec<_> =
-        charges.iter().zip(&days).map(|(charge, day)| LimitArgs::from_charge(charge, now).with_usage(*day)).collect();
+    let layout = StateLayout::default();
+    let of = |index: usize| LimitArgs::new(charges, index, now).with_usage(days[index]);
+    let arguments: Vec<_> = (0..charges.len()).map(of).collect();
     let counts_usage = days.iter().any(Option::is_some);
-    let variant = script::script_variant(operation, &arguments);
-    let mut argument = script::start_argument(now, 1, charges.len());
+    let variant = script::script_variant(&layout, operation, &arguments);
+    let mut argument = script::start_argument(now, &layout, 1, charges.len());
     script::append_group(&mut argument, 1, operation, &arguments);
     let mut keys: Vec<Vec<u8>> = Vec::new();
-    for charge in charges {
+    for (charge, limit) in charges.iter().zip(&arguments).filter(|(_, limit)| limit.has_key()) {
         let mut key = Vec::new();
-        charge.key.write(PREFIX, &mut key);
+        limit.write_key(&charge.key, PREFIX, &mut key);
         keys.push(key);
     }
     for (charge, day) in charges.iter().zip(&days) {
@@ -326,7 +359,8 @@ fn record_call(
             keys.push(key);
         }
     }
-    let mut binary = vec![encode(&argument)];
+    let names = charges.iter().map(|charge| &**charge.key.state_name.name());
+    let mut binary = vec![encode(&argument), encode(&script::state_names_argument(names))];
     if counts_usage {
         binary.push(encode(&script::usage_argument(std::iter::once(&arguments[..]))));
     }
@@ -347,7 +381,7 @@ fn record_call(
     let source = &script::script(variant, AlgorithmSet::ALL.with_usage(counts_usage)).source;
     let reply = eval(server, source, &recorded);
     recorded.reply = encode(&reply);
-    let mut parsed = ScriptReply::new(redis::Value::BulkString(reply), 1, charges.len()).unwrap();
+    let mut parsed = ScriptReply::new(redis::Value::BulkString(reply), charges.len()).unwrap();
     let verdict = parsed.next_verdict(operation, &arguments).unwrap().unwrap();
     recorded.granted = verdict.granted;
     recorded.outcomes = verdict.outcomes.iter().map(RecordedOutcome::from).collect();

@@ -58,9 +58,9 @@ fn every_lua_file_parses_by_itself() {
         lua_5_4.load(&text).into_function().unwrap_or_else(|error| panic!("lua/{name}: {error}"));
         parsed += 1;
     }
-    // Three drivers, six algorithms, five more scripts (overrides, fenced hashes, usage, quota events and gateways), and
-    // the generated scripts.
-    assert_eq!(parsed, 3 + 6 + 5 + 2 * ScriptVariant::ALL.len(), "files in lua/: {files:?}");
+    // Three drivers and their states, six algorithms, six more scripts (overrides, fenced hashes, usage, quota events,
+    // gateways and the deletion of states), and the generated scripts.
+    assert_eq!(parsed, 4 + 6 + 6 + 2 * ScriptVariant::ALL.len(), "files in lua/: {files:?}");
 }
 
 #[test]

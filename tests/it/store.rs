@@ -16,6 +16,7 @@ use sluicegate::limiter::algorithm::{Rule, Status};
 use sluicegate::limiter::key::{Identity, IdentityHasher, Key};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarUnit;
+use sluicegate::limiter::redis::StateLayout;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
@@ -89,6 +90,55 @@ async fn request_is_charged_to_all_limits_or_none() {
     }
 }
 
+/// Requests have different limits of the same identities, in any order and number, so that states are added to values
+/// that have other states.
+#[tokio::test]
+async fn requests_with_different_limits_of_an_identity_are_charged_exactly() {
+    const HOUR: u64 = 3600 * SECOND;
+    let server = Redis::start();
+    let stores = Stores::new(&server, "mixed");
+    let mut connection = server.connection();
+    let rules =
+        |size| [bucket(size, HOUR, size), window(size, HOUR, ALIGNED), sliding(size, HOUR, SECOND), log(size, HOUR)];
+    let rules: Vec<_> = (3..9).flat_map(rules).collect();
+    let limits: Vec<_> =
+        rules.into_iter().enumerate().map(|(number, rule)| Limit::new(&format!("l{number}"), rule)).collect();
+    let mut seed = 1;
+    let mut random = |bound: usize| {
+        seed = u64::wrapping_mul(seed, 6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) as usize % bound
+    };
+    let mut longest = 0;
+    for step in 0..600 {
+        stores.clock.set(START + step * 20 * SECOND);
+        // Four of the limits are in most requests.
+        let mut chosen: Vec<(usize, u128)> = Vec::new();
+        for _ in 0..=random(6) {
+            let bound = if random(3) == 0 { limits.len() } else { 4 };
+            let pair = (random(bound), random(2) as u128);
+            if !chosen.contains(&pair) {
+                chosen.push(pair);
+            }
+        }
+        let charges: Vec<_> = chosen.iter().map(|(limit, identity)| limits[*limit].charge(*identity, 1)).collect();
+        let operation = [Operation::Check, Operation::Check, Operation::Check, Operation::Charge][random(4)];
+        let verdict = stores.call(operation, &charges).await;
+        if verdict.granted == 1 && random(4) == 0 {
+            stores.call(Operation::Refund { charged_at: verdict.now_us }, &charges).await;
+        }
+        // Redis expires keys in real time, not by the clock of the test.
+        for key in server.keys() {
+            redis::cmd("PERSIST").arg(&key).exec(&mut connection).unwrap();
+            if key.ends_with(":states") {
+                let value: Vec<u8> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
+                longest = longest.max(value.len());
+            }
+        }
+    }
+    // 18 of the limits have states with three numbers.
+    assert!((8 + 16 * 40..8 + 18 * 40).contains(&longest), "old states are dropped: {longest} bytes");
+}
+
 #[tokio::test]
 async fn shadow_limits_never_deny_and_deferred_ones_are_charged_later() {
     let server = Redis::start();
@@ -147,7 +197,7 @@ async fn calendar_windows_begin_with_their_calendar_unit() {
     at("2027-01-31T23:00:00Z");
     let february = stores.call(Operation::Check, &[limit.charge(1, 1)]).await;
     assert_eq!((february.granted, february.outcomes[0].reset_us), (1, 28 * 86_400 * SECOND));
-    assert!(server.keys()[0].ends_with(":month:kmonth@Europe/Berlin"), "{:?}", server.keys());
+    assert_eq!(**limit.bucket.name(), *"month:kmonth@Europe/Berlin", "the unit and the zone distinguish states");
 }
 
 #[tokio::test]
@@ -170,9 +220,9 @@ async fn invalid_script_arguments_write_nothing() {
     let parts = AlgorithmSet::for_rules([&bucket(1, SECOND, 1)]);
     let mut connection = server.connection();
     let limit = Limit::new("l", bucket(1, SECOND, 1));
-    let terms = LimitArgs::from_charge(&limit.charge(1, 1), 0);
+    let terms = LimitArgs::new(&[limit.charge(1, 1)], 0, 0);
     let ask = |requests, terms: &[LimitArgs]| {
-        let mut argument = script::start_argument(0, 1, terms.len());
+        let mut argument = script::start_argument(0, &StateLayout::default(), 1, terms.len());
         script::append_group(&mut argument, requests, Operation::Check, terms);
         argument
     };
@@ -191,15 +241,18 @@ async fn invalid_script_arguments_write_nothing() {
         ask(0, &[terms]),
         ask(1, &[terms; 2]),
         ask(1, &[]),
-        with(8, &f64::NAN.to_le_bytes()),
-        with(16, b"Z"),
-        with(25, &1e300_f64.to_le_bytes()),
-        with(33, b"Z"),
+        with(8, b"Z"),
+        with(9, &f64::NAN.to_le_bytes()),
+        with(17, b"Z"),
+        with(26, &1e300_f64.to_le_bytes()),
+        with(34, b"Z"),
+        with(36, b"s"),
     ] {
         for frame in ScriptVariant::ALL {
             let text = &script(frame, parts).source;
             let mut call = redis::cmd("EVAL");
-            let reply: Result<redis::Value, _> = call.arg(text).arg(1).arg("k").arg(&argument).query(&mut connection);
+            let reply: Result<redis::Value, _> =
+                call.arg(text).arg(1).arg("k:states").arg(&argument).arg("l:b\n").query(&mut connection);
             let error = match reply.and_then(|reply| reply.extract_error()) {
                 Ok(redis::Value::Array(mut parts)) => parts.pop().unwrap().extract_error().unwrap_err(),
                 reply => reply.unwrap_err(),
@@ -211,7 +264,10 @@ async fn invalid_script_arguments_write_nothing() {
 }
 
 /// Length in bytes of the group of arguments of a request with one limit.
-const GROUP: usize = 25 + 42;
+const GROUP: usize = 25 + 51;
+
+/// Number of bytes before the groups.
+const START_BYTES: usize = 9;
 
 #[tokio::test]
 async fn invalid_group_after_a_valid_one_charges_nothing() {
@@ -219,23 +275,23 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
     let mut connection = server.connection();
     let limit = Limit::new("l", bucket(5, SECOND, 5));
     let parts = AlgorithmSet::for_rules([&limit.rule]);
-    let terms = [LimitArgs::from_charge(&limit.charge(1, 1), 0)];
-    let mut good = script::start_argument(0, 2, 2);
+    let terms = [LimitArgs::new(&[limit.charge(1, 1)], 0, 0)];
+    let mut good = script::start_argument(0, &StateLayout::default(), 2, 2);
     script::append_group(&mut good, 1, Operation::Check, &terms);
     script::append_group(&mut good, 1, Operation::Check, &terms);
     // Replace bytes of the second group from the offset `at`. Offsets of its fields: number of requests 0, operation 8,
-    // number of limits 17, kind 25, flags 26, cost 27.
+    // number of limits 17, kind 25, flags 26, place 27, cost 36.
     let with = |at: usize, bytes: &[u8]| {
         let mut argument = good.clone();
-        let at = 8 + GROUP + at;
+        let at = START_BYTES + GROUP + at;
         argument[at..at + bytes.len()].copy_from_slice(bytes);
         argument
     };
     let number = |at: usize, number: f64| with(at, &number.to_le_bytes());
     let bad = [
         ("truncated", good[..good.len() - 1].to_vec()),
-        ("header only", good[..8 + GROUP + 25].to_vec()),
-        ("a part of a header", good[..8 + GROUP + 7].to_vec()),
+        ("header only", good[..START_BYTES + GROUP + 25].to_vec()),
+        ("a part of a header", good[..START_BYTES + GROUP + 7].to_vec()),
         ("bytes after the end", [&good[..], b"1"].concat()),
         ("no requests", number(0, 0.0)),
         ("part of a request", number(0, 0.5)),
@@ -253,13 +309,17 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
         ("kind without three numbers", with(25, b"L")),
         ("shadow", with(26, b"s")),
         ("post-paid", with(26, b"p")),
-        ("takes nothing", [&with(8, b"T")[..8 + GROUP + 27], &0f64.to_le_bytes(), &good[8 + GROUP + 35..]].concat()),
+        (
+            "takes nothing",
+            [&with(8, b"T")[..START_BYTES + GROUP + 36], &0f64.to_le_bytes(), &good[START_BYTES + GROUP + 44..]]
+                .concat(),
+        ),
     ];
     for (what, argument) in bad {
         for frame in ScriptVariant::ALL {
             let text = &script(frame, parts).source;
             let mut call = redis::cmd("EVAL");
-            let call = call.arg(text).arg(2).arg("good").arg("bad").arg(&argument);
+            let call = call.arg(text).arg(2).arg("good:states").arg("bad:states").arg(&argument).arg("l:b\nl:b\n");
             // Do not use `query`: it reports an error of one request in an array as an error of the whole call.
             match connection.req_packed_command(&call.get_packed_command()).unwrap() {
                 redis::Value::ServerError(error) => {
@@ -275,7 +335,13 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
     }
     for frame in ScriptVariant::ALL {
         let mut call = redis::cmd("EVAL");
-        let call = call.arg(&script(frame, parts).source).arg(2).arg("one").arg("other").arg(&good);
+        let call = call
+            .arg(&script(frame, parts).source)
+            .arg(2)
+            .arg("one:states")
+            .arg("other:states")
+            .arg(&good)
+            .arg("l:b\nl:b\n");
         call.exec(&mut connection).unwrap();
         assert_eq!(server.keys().len(), 2, "{frame:?}: good groups are charged");
         redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -347,12 +413,17 @@ async fn broken_state_fails_its_request_alone_in_a_batch() {
     let limits = [Limit::new("a", bucket(3, SECOND, 3)), Limit::new("b", window(3, 3600 * SECOND, ALIGNED))];
     redis::cmd("RPUSH").arg(limits[0].key("broken", 2)).arg("x").exec(&mut server.connection()).unwrap();
     redis::cmd("SET").arg(limits[1].key("broken", 3)).arg("what?").exec(&mut server.connection()).unwrap();
+    for (identity, value) in [(4, "what?"), (5, "")] {
+        let mut key = Vec::new();
+        Identity(identity).write_key("broken", &mut key);
+        redis::cmd("SET").arg(key).arg(value).exec(&mut server.connection()).unwrap();
+    }
     for round in 0..2 {
-        let asked: Vec<_> = (0..5).map(|id| limits.each_ref().map(|limit| limit.charge(id, 1))).collect();
+        let asked: Vec<_> = (0..7).map(|id| limits.each_ref().map(|limit| limit.charge(id, 1))).collect();
         let verdicts = all(asked.iter().map(|charges| call(&store, Operation::Check, charges))).await;
         for (id, verdict) in verdicts.into_iter().enumerate() {
             match (id, verdict) {
-                (2 | 3, verdict) => assert!(matches!(verdict, Err(StoreError::CorruptState(_))), "{id}: {verdict:?}"),
+                (2..=5, verdict) => assert!(matches!(verdict, Err(StoreError::CorruptState(_))), "{id}: {verdict:?}"),
                 (_, verdict) => {
                     let remaining: Vec<_> = verdict.unwrap().outcomes.iter().map(|outcome| outcome.remaining).collect();
                     assert_eq!(remaining[1], 2 - round, "{id}");

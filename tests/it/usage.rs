@@ -153,7 +153,7 @@ fn totals_of_two_gateways_equal_the_admitted_cost() {
 fn several_limits_of_a_request_have_their_own_totals() {
     let redis = Redis::start();
     // Three of the four limits count usage. A calendar window is supported only by the generic script.
-    for (fourth, count) in [("quota = \"50/min\"", 4), ("algorithm = \"fixed-window\"\nquota = \"50/day\"", 4)] {
+    for fourth in ["quota = \"50/min\"", "algorithm = \"fixed-window\"\nquota = \"50/day\""] {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
         let gateway = start(&format!(
             "{}{KEYS}[limit.one]\nby = \"api-key\"\nusage = true\nquota = \"3/24h\"\nalgorithm = \"fixed-window\"\n\
@@ -172,7 +172,7 @@ fn several_limits_of_a_request_have_their_own_totals() {
         assert_eq!(totals, [3, 3, 15], "denied requests are not counted: {report}");
         assert_eq!(report["usage"].as_array().unwrap().len(), 3, "{report}");
         assert_eq!(report["totals"][2]["unit"], "tokens");
-        assert_eq!(redis.keys().len(), count + 3, "{:?}", redis.keys());
+        assert_eq!(redis.keys().iter().filter(|key| key.contains(":usage:")).count(), 3, "{:?}", redis.keys());
         assert_totals_expire(&redis);
     }
 }

@@ -18,6 +18,7 @@ use sluicegate::limiter::algorithm::{Outcome, Rule, Status};
 use sluicegate::limiter::key::{Identity, IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarUnit;
+use sluicegate::limiter::redis::StateLayout;
 use sluicegate::limiter::redis::cluster::topology::identity_slot;
 use sluicegate::limiter::redis::script;
 use sluicegate::limiter::redis::script::LimitArgs;
@@ -285,13 +286,16 @@ impl SimulatedRedis {
             self.clock.set(now_us);
             return node.memory.decide(Operation::Peek, &[charge]).outcomes[0];
         }
-        let terms = [LimitArgs::from_charge(&charge, now_us)];
-        let mut argument = script::start_argument(0, 1, 1);
+        let layout = StateLayout::default();
+        let terms = [LimitArgs::new(&[charge], 0, now_us)];
+        let mut argument = script::start_argument(0, &layout, 1, 1);
         script::append_group(&mut argument, 1, Operation::Peek, &terms);
+        let names = script::state_names_argument(std::iter::once(&**charge.key.state_name.name()));
         let mut key = Vec::new();
-        charge.key.write("rl", &mut key);
-        let script = script(script::script_variant(Operation::Peek, &terms), AlgorithmSet::for_rules([charge.rule]));
-        let reply = node.evaluate(now_us, false, (&script.sha, &script.source), &[key], &[argument]);
+        terms[0].write_key(&charge.key, "rl", &mut key);
+        let variant = script::script_variant(&layout, Operation::Peek, &terms);
+        let script = script(variant, AlgorithmSet::for_rules([charge.rule]));
+        let reply = node.evaluate(now_us, false, (&script.sha, &script.source), &[key], &[argument, names]);
         verdicts(&reply.encode(), &[(Operation::Peek, terms.to_vec())])[0].as_ref().expect("a verdict").outcomes[0]
     }
 
@@ -363,7 +367,7 @@ impl SimulatedRedis {
             return self.evaluate_in_lua(now_us, gateway, node, sha, command);
         }
         let (requests, work) = decode(command);
-        let mut numbers = vec![now_us as f64];
+        let mut numbers: Vec<f64> = Vec::new();
         self.clock.set(now_us);
         for (operation, received) in requests {
             let charges: Vec<_> = received.iter().map(ReceivedCharge::charge).collect();
@@ -382,7 +386,9 @@ impl SimulatedRedis {
                 DecidedRequest { at_us: now_us, gateway, operation, charges: received, verdict, out_of_memory: false },
             );
         }
-        let mut reply = format!("${}\r\n", 8 * numbers.len()).into_bytes();
+        let mut reply = format!("${}\r\n", 9 + 8 * numbers.len()).into_bytes();
+        reply.extend((now_us as f64).to_le_bytes());
+        reply.push(b'o');
         reply.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
         reply.extend(b"\r\n");
         (reply, work)
@@ -406,7 +412,8 @@ impl SimulatedRedis {
         let script = &self.nodes[node].scripts[sha];
         let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, (sha, script), keys, arguments).encode();
         let terms = |asked: &Vec<ReceivedCharge>| {
-            asked.iter().map(|asked| LimitArgs::from_charge(&asked.charge(), now_us)).collect()
+            let charges: Vec<_> = asked.iter().map(ReceivedCharge::charge).collect();
+            (0..charges.len()).map(|index| LimitArgs::new(&charges, index, now_us)).collect()
         };
         let limits: Vec<_> = requests.iter().map(|(operation, asked)| (*operation, terms(asked))).collect();
         for ((operation, asked), verdict) in requests.into_iter().zip(verdicts(&reply, &limits)) {
@@ -486,7 +493,7 @@ fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
 fn verdicts(reply: &[u8], requests: &[(Operation, Vec<LimitArgs>)]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
     let limits = requests.iter().map(|(_, limits)| limits.len()).sum();
-    let mut reply = script::ScriptReply::new(value, requests.len(), limits).expect("a reply of the scripts");
+    let mut reply = script::ScriptReply::new(value, limits).expect("a reply of the scripts");
     requests.iter().map(|(operation, limits)| reply.next_verdict(*operation, limits).expect("a verdict").ok()).collect()
 }
 
@@ -532,7 +539,8 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
     let (keys, arguments) = keys_and_arguments(command);
     let argument = &arguments[0];
-    let mut days = arguments.get(1).map(|usage| usage.chunks(24));
+    let mut names = arguments[1].split(|byte| *byte == b'\n');
+    let mut days = arguments.get(2).map(|usage| usage.chunks(24));
     let mut at = 0;
     let mut bytes = |count: usize| {
         at += count;
@@ -540,9 +548,10 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     };
     let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("eight bytes")) as u64;
     assert_eq!(number(bytes(8)), 0, "the call must leave the time to the server");
+    assert!(matches!(bytes(1), b"i" | b"o"), "a known layout");
     let zone = Arc::new(UsageDays::new(TIME_ZONE).expect("a zone"));
     let (mut groups, mut state_count) = (Vec::new(), 0);
-    let mut remaining_bytes = argument.len() - 8;
+    let mut remaining_bytes = argument.len() - 9;
     while remaining_bytes > 0 {
         let size = number(bytes(8));
         let letter = bytes(1)[0];
@@ -557,9 +566,11 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
             _ => panic!("unknown operation"),
         };
         let limits = number(bytes(8));
-        let mut limit_args = Vec::new();
+        let (mut limit_args, mut keys_per_request) = (Vec::new(), 0);
         for _ in 0..limits {
-            let (kind, flag) = (bytes(1)[0], bytes(1)[0]);
+            let (kind, flag, place) = (bytes(1)[0], bytes(1)[0], bytes(1)[0]);
+            let _id = bytes(8);
+            let name = text(names.next().expect("a name for each limit"));
             let mode = match flag {
                 b'-' => ChargeMode::Enforced,
                 b's' => ChargeMode::Shadow,
@@ -590,10 +601,12 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
             let debt_before_us = if kind == b'B' { f64::from_bits(last_parameter) as u64 } else { 0 };
             let day = days.as_mut().map(|days| number(&days.next().expect("the usage of each limit")[..8]));
             let usage = day.filter(|day| *day > 0).map(|_| zone.clone());
-            limit_args.push((rule, cost, mode, lease, debt_before_us, usage));
+            let has_key = place != b's';
+            keys_per_request += u64::from(has_key);
+            limit_args.push((name, has_key, rule, cost, mode, lease, debt_before_us, usage));
         }
-        remaining_bytes -= 25 + 42 * limits as usize;
-        state_count += (size * limits) as usize;
+        remaining_bytes -= 25 + 51 * limits as usize;
+        state_count += (size * keys_per_request) as usize;
         groups.push((size, operation, limit_args));
     }
     let (states, totals) = keys.split_at(state_count);
@@ -601,8 +614,12 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let mut requests = Vec::new();
     for (size, operation, limit_args) in groups {
         for _ in 0..size {
-            let asked = limit_args.iter().map(|(rule, cost, mode, lease, debt_before_us, usage)| {
-                let (name, bucket) = parse_key(&text(states.next().expect("a key for each limit")));
+            let mut key = String::new();
+            let asked = limit_args.iter().map(|(state, has_key, rule, cost, mode, lease, debt_before_us, usage)| {
+                if *has_key {
+                    key = text(states.next().expect("a key for each limit that has one"));
+                }
+                let (name, bucket) = parse_key(&key, state);
                 if usage.is_some() {
                     let key = UsageKey::parse("rl", totals.next().expect("a key for each total")).expect("a total");
                     assert_eq!((&*key.limit, key.identity), (&*name.0, name.1), "the total of the limit");
@@ -629,9 +646,11 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     (requests, work)
 }
 
-/// Parse a key of the form `<prefix>:{<identity>}:<limit>:<shape>`.
-fn parse_key(key: &str) -> (StateId, StateName) {
-    let (identity, bucket) = key.split_once('{').and_then(|(_, rest)| rest.split_once("}:")).expect("a key");
+/// Parse a key of the form `<prefix>:{<identity>}:<name>` and the name of a state, `<limit>:<shape>`. The name in the key
+/// is that of the state, or `states`.
+fn parse_key(key: &str, bucket: &str) -> (StateId, StateName) {
+    let (identity, name) = key.split_once('{').and_then(|(_, rest)| rest.split_once("}:")).expect("a key");
+    assert!(name == bucket || name == "states", "{key} of {bucket}");
     let (limit, shape) = bucket.split_once(':').expect("a limit and its shape");
     let identity = Identity::from_hex(identity).expect("an identity");
     ((limit.to_owned(), identity.0), StateName::new(&IdentityHasher::new("simulation"), limit, shape))

@@ -99,15 +99,14 @@ impl Database {
                 self.strings.insert(key.to_owned(), value.to_owned());
                 Replied::Status("OK")
             }
-            ["SETRANGE", key, "8", value] => {
+            ["SETRANGE", key, offset, value] => {
                 let state = self.strings.get_mut(key).expect("a key that has a TTL");
-                let end: String = state.chars().take(8).collect();
-                assert_eq!(
-                    state.chars().count(),
-                    8 + value.chars().count(),
-                    "SETRANGE must replace the whole state except the key's expiry"
-                );
-                *state = end + value;
+                let mut bytes: Vec<char> = state.chars().collect();
+                let offset: usize = offset.parse().unwrap();
+                let end = offset + value.chars().count();
+                assert!(end <= bytes.len(), "SETRANGE must not change the length of a value");
+                bytes.splice(offset..end, value.chars());
+                *state = bytes.into_iter().collect();
                 Replied::Integer(state.chars().count() as i64)
             }
             ["DEL", key] => {

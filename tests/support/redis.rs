@@ -95,11 +95,20 @@ impl Redis {
         keys.into_iter().filter(|key| !key.ends_with(":gateways")).collect()
     }
 
-    /// Return the three numbers in the state of a limit. For windows, the second number is the count.
+    /// Return the three numbers of each state in the value of an identity. For windows, the second number is the count.
+    pub fn states(&self, key: &str) -> Vec<[u64; 3]> {
+        let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut self.connection()).unwrap();
+        let numbers: Vec<_> = value.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes) as u64).collect();
+        // The first number is the expiry of the key. The id of a state and the time until which it is kept precede its
+        // numbers.
+        numbers[1..].chunks(5).map(|state| [state[2], state[3], state[4]]).collect()
+    }
+
+    /// Return the three numbers of the only state in the value of an identity.
     pub fn state(&self, key: &str) -> [u64; 3] {
-        let state: Vec<u8> = redis::cmd("GET").arg(key).query(&mut self.connection()).unwrap();
-        // The first 8 bytes are the expiry of the key.
-        std::array::from_fn(|number| u64::from_le_bytes(state[8 * number + 8..][..8].try_into().unwrap()))
+        let states = self.states(key);
+        assert_eq!(states.len(), 1, "{key}");
+        states[0]
     }
 
     /// Return how often a command was called, directly or by a script.

@@ -57,41 +57,41 @@ impl Command {
     /// Return the letter that encodes the operation of the first request in a script call. Return `None` for a script
     /// call without an argument and for other commands.
     pub fn operation(&self) -> Option<char> {
-        self.is_script().then(|| self.argument().get(16).map(|letter| char::from(*letter))).flatten()
+        self.is_script().then(|| self.argument().get(17).map(|letter| char::from(*letter))).flatten()
     }
 
     /// Return the cost that the first request of a script call charges to its first limit.
     pub fn cost(&self) -> usize {
-        packed(&self.argument(), 8 + 25 + 2)
+        packed(&self.argument(), 9 + 25 + 3 + 8)
     }
 
     /// Return the number of limits of each request in a script call.
     pub fn requests(&self) -> Vec<usize> {
         let argument = self.argument();
         let number = |at| packed(&argument, at);
-        let (mut at, mut requests) = (8, Vec::new());
+        let (mut at, mut requests) = (9, Vec::new());
         while at < argument.len() {
             let (size, limits) = (number(at), number(at + 17));
             requests.extend(std::iter::repeat_n(limits, size));
-            at += 25 + 42 * limits;
+            at += 25 + 51 * limits;
         }
         requests
     }
 
     fn verdict(&self, granted: u8, status: u8) -> Answer {
         let limits: usize = self.requests().iter().sum();
-        let mut fields = vec![1_800_000_000_000_000.0];
+        let mut fields = Vec::new();
         for _ in 0..limits {
             fields.extend([granted.into(), status.into(), 5.0, 1_000_000.0, status.into()]);
         }
-        Answer::Bytes(bulk(&fields))
+        Answer::Bytes(outcomes(&fields))
     }
 
     /// Return a reply to a script call in which every request has this error.
     pub fn refused(&self, text: &str) -> Answer {
         let requests = self.requests();
         let mut reply = format!("*{}\r\n", 1 + 2 * requests.len()).into_bytes();
-        reply.extend(bulk(&vec![-1.0; 1 + 5 * requests.iter().sum::<usize>()]));
+        reply.extend(outcomes(&vec![-1.0; 5 * requests.iter().sum::<usize>()]));
         let mut before = 0;
         for limits in requests {
             reply.extend(format!(":{before}\r\n-{text}\r\n").bytes());
@@ -103,36 +103,41 @@ impl Command {
     /// Return a reply to a script call in which the first request has this error and all others are admitted.
     pub fn first_refused(&self, text: &str) -> Answer {
         let mut reply = b"*3\r\n".to_vec();
-        reply.extend(bulk(&self.outcomes(|_| 5)));
+        reply.extend(outcomes(&self.outcomes(|_, _| 5)));
         reply.extend(format!(":0\r\n-{text}\r\n").bytes());
         Answer::Bytes(reply)
     }
 
-    /// Return the reply to a script call that admits each request. `remaining` returns the remaining quota for a key.
-    pub fn admitted_with(&self, remaining: impl Fn(&str) -> u64) -> Answer {
-        Answer::Bytes(bulk(&self.outcomes(remaining)))
+    /// Return the reply to a script call that admits each request. `remaining` returns the remaining quota for a key
+    /// and the number of a limit.
+    pub fn admitted_with(&self, remaining: impl Fn(&str, usize) -> u64) -> Answer {
+        Answer::Bytes(outcomes(&self.outcomes(remaining)))
     }
 
     /// Return the reply to a script call with one request that grants the full cost.
     pub fn granted_in_full(&self) -> Answer {
-        let mut numbers = self.outcomes(|_| 0);
-        numbers[1] = self.cost() as f64;
-        Answer::Bytes(bulk(&numbers))
+        let mut numbers = self.outcomes(|_, _| 0);
+        numbers[0] = self.cost() as f64;
+        Answer::Bytes(outcomes(&numbers))
     }
 
     /// Return the reply to a script call with one request that every limit denies. The retry delay is `retry_s`
     /// seconds.
     pub fn denied_for(&self, retry_s: u64) -> Answer {
         let retry_us = retry_s as f64 * 1e6;
-        let outcome = |_: &String| [0.0, 1.0, 0.0, retry_us, retry_us];
-        let numbers: Vec<_> =
-            [1_800_000_000_000_000.0].into_iter().chain(self.keys().iter().flat_map(outcome)).collect();
-        Answer::Bytes(bulk(&numbers))
+        let limits = self.requests().iter().sum();
+        Answer::Bytes(outcomes(&[0.0, 1.0, 0.0, retry_us, retry_us].repeat(limits)))
     }
 
-    fn outcomes(&self, remaining: impl Fn(&str) -> u64) -> Vec<f64> {
-        let outcome = |key: &String| [1.0, 0.0, remaining(key) as f64, 1_000_000.0, 0.0];
-        [1_800_000_000_000_000.0].into_iter().chain(self.keys().iter().flat_map(outcome)).collect()
+    /// Return the outcomes of all limits. `remaining` returns the remaining quota for the key of a request and the number
+    /// of the limit. All limits of a request have the same key.
+    fn outcomes(&self, remaining: impl Fn(&str, usize) -> u64) -> Vec<f64> {
+        let (keys, requests) = (self.keys(), self.requests());
+        assert_eq!(keys.len(), requests.len(), "a key for each request");
+        let outcome = |key: &str, limit| [1.0, 0.0, remaining(key, limit) as f64, 1_000_000.0, 0.0];
+        let of =
+            |(key, limits): (&String, usize)| (0..limits).flat_map(|limit| outcome(key, limit)).collect::<Vec<_>>();
+        keys.iter().zip(requests).flat_map(of).collect()
     }
 }
 
@@ -140,10 +145,12 @@ fn packed(argument: &[u8], at: usize) -> usize {
     f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize
 }
 
-/// Encode numbers as a bulk string, like the replies of the scripts.
-fn bulk(numbers: &[f64]) -> Vec<u8> {
-    let head = format!("${}\r\n", 8 * numbers.len());
-    head.bytes().chain(numbers.iter().flat_map(|number| number.to_le_bytes())).chain(*b"\r\n").collect()
+/// Encode outcomes as a reply of the generic script: the time, a letter and the numbers.
+fn outcomes(numbers: &[f64]) -> Vec<u8> {
+    let head = format!("${}\r\n", 9 + 8 * numbers.len());
+    let now = 1_800_000_000_000_000_f64.to_le_bytes();
+    let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
+    head.bytes().chain(now).chain(*b"o").chain(numbers).chain(*b"\r\n").collect()
 }
 
 /// The reply of the fake server to a command.

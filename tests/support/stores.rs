@@ -19,9 +19,9 @@ use sluicegate::limiter::key::{Identity, IdentityHasher, Key, StateName};
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarWindows;
 use sluicegate::limiter::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota};
-use sluicegate::limiter::redis::RedisSettings;
 use sluicegate::limiter::redis::batcher::ServerStore;
 use sluicegate::limiter::redis::server::RedisEndpoint;
+use sluicegate::limiter::redis::{RedisSettings, StateLayout};
 use sluicegate::limiter::usage::{RETENTION_DAYS, UsageDays, UsageFields, UsageKey, UsageQuery};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
@@ -42,8 +42,12 @@ pub struct Stores {
 
 impl Stores {
     pub fn new(server: &Redis, prefix: &str) -> Stores {
+        Stores::with_layout(server, prefix, StateLayout::default())
+    }
+
+    pub fn with_layout(server: &Redis, prefix: &str, layout: StateLayout) -> Stores {
         let clock = Clock::manual(START);
-        let redis = redis_store(server, prefix, clock.clone());
+        let redis = store_with_layout(server, prefix, clock.clone(), layout);
         Stores { memory: MemoryStore::new(1_000_000, clock.clone()), redis, clock }
     }
 
@@ -103,11 +107,17 @@ pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Outp
 
 /// Return a Redis store. It loads its scripts when the server replies NOSCRIPT.
 pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> ServerStore {
+    store_with_layout(server, prefix, clock, StateLayout::default())
+}
+
+/// Return a Redis store that writes states where `layout` says.
+pub fn store_with_layout(server: &Redis, prefix: &str, clock: Clock, layout: StateLayout) -> ServerStore {
     let settings = RedisSettings {
         prefix: prefix.to_owned(),
         timeout: MAX_WAIT,
         connect_timeout: MAX_WAIT,
         clock,
+        layout: Arc::new(layout),
         ..RedisSettings::default()
     };
     ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default(), Arc::default())

@@ -10,6 +10,7 @@ use tokio::sync::oneshot::{Receiver, Sender};
 use crate::limiter::algorithm::{Rule, Status};
 use crate::limiter::key::Identity;
 use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::redis::StateLayout;
 use crate::limiter::redis::error::is_connection_error;
 use crate::limiter::redis::script;
 use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
@@ -21,6 +22,9 @@ use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 /// maximum ensures that such a call takes less than 1 ms. Because each key has a weight of at least 1, it also bounds
 /// the number of keys.
 pub(super) const MAX_WEIGHT: usize = 128;
+
+/// A part of the keys of a probe. It keeps the state that a probe charges out of the value of an identity.
+const PROBE_PREFIX: &str = "~probe";
 
 /// Return the weight of a request: the time that Redis needs for it, as a multiple of the time for a token bucket (see
 /// [`AlgorithmKind::weight`](crate::limiter::algorithm::AlgorithmKind::weight)). The usage total of a limit has a
@@ -132,9 +136,11 @@ pub(super) struct PendingRefund {
 struct BatchGroup {
     operation: Operation,
     limits: Vec<LimitArgs>,
+    /// The names of the limits' states.
+    state_names: Vec<Arc<str>>,
     /// The weight of each request ([`request_weight`]).
     request_weight: usize,
-    /// The keys of the states of all requests.
+    /// The keys of the states of all requests: one key for each limit that [has a key](LimitArgs::has_key).
     keys: KeyBuffer,
     /// The keys of the usage totals of all requests: one key for each limit whose usage is counted.
     usage_keys: KeyBuffer,
@@ -230,6 +236,8 @@ impl Batch {
         weight: usize,
         assumed_now_us: u64,
     ) -> Receiver<BatchResult> {
+        let probe_prefix = (self.purpose == Purpose::Probe).then(|| format!("{prefix}:{PROBE_PREFIX}"));
+        let prefix = probe_prefix.as_deref().unwrap_or(prefix);
         let has_usage = charges.iter().any(|charge| charge.usage.is_some());
         let usage_day = |charge: &Charge<'_>| charge.usage_day(operation, assumed_now_us);
         // Collect days only if usage is counted, so that the list is otherwise empty and needs no allocation.
@@ -241,14 +249,16 @@ impl Batch {
         if self.probe_call.is_none() {
             self.probe_call = ProbeCall::from_charges(charges);
         }
-        let limits = || {
-            let charges = charges.iter().enumerate();
-            charges.map(|(index, charge)| LimitArgs::from_charge(charge, assumed_now_us).with_usage(day(index)))
-        };
-        let (group, reply) = self.join_group(operation, weight, limits);
+        let limits =
+            || (0..charges.len()).map(|index| LimitArgs::new(charges, index, assumed_now_us).with_usage(day(index)));
+        let names = || charges.iter().map(|charge| charge.key.state_name.name().clone());
+        let (group, reply) = self.join_group(operation, weight, limits, names);
         let mut written = 0;
         for (index, charge) in charges.iter().enumerate() {
-            written += group.keys.push_with(|bytes| charge.key.write(prefix, bytes));
+            let limit = group.limits[index];
+            if limit.has_key() {
+                written += group.keys.push_with(|bytes| limit.write_key(&charge.key, prefix, bytes));
+            }
             if let Some(day) = day(index) {
                 let limit = charge.key.state_name.limit_name();
                 let identity = charge.key.identity;
@@ -261,11 +271,12 @@ impl Batch {
     }
 
     /// Add a request with these limits to its group. The caller must append the keys of the request.
-    fn join_group<T: Iterator<Item = LimitArgs>>(
+    fn join_group<T: Iterator<Item = LimitArgs>, N: Iterator<Item = Arc<str>>>(
         &mut self,
         operation: Operation,
         request_weight: usize,
         limits: impl Fn() -> T,
+        state_names: impl Fn() -> N,
     ) -> (&mut BatchGroup, Receiver<BatchResult>) {
         let (sender, receiver) = oneshot::channel();
         let is_same_group =
@@ -274,6 +285,7 @@ impl Batch {
             let group = BatchGroup {
                 operation,
                 limits: limits().collect(),
+                state_names: state_names().collect(),
                 request_weight,
                 keys: KeyBuffer::default(),
                 usage_keys: KeyBuffer::default(),
@@ -287,7 +299,7 @@ impl Batch {
             index
         });
         let group = &mut self.groups[group_index];
-        self.key_count += group.limits.len() + group.usages_per_request();
+        self.key_count += group.keys_per_request() + group.usages_per_request();
         self.weight += group.request_weight;
         group.waiters.push(sender);
         (group, receiver)
@@ -308,8 +320,8 @@ impl Batch {
 
     /// Return the script for these requests. The script contains at least `algorithms`. The script counts usage only if
     /// a request counts usage.
-    fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
-        let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
+    fn script(&self, algorithms: AlgorithmSet, layout: &StateLayout) -> &'static Script {
+        let variants = self.groups.iter().map(|group| script::script_variant(layout, group.operation, &group.limits));
         script(
             variants.reduce(ScriptVariant::union).unwrap_or(ScriptVariant::Generic),
             self.algorithms.union(algorithms.with_usage(false)),
@@ -317,10 +329,10 @@ impl Batch {
     }
 
     /// Return the command of the call. `lua/generic.lua` documents the arguments and replies of the scripts.
-    pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
-        let script = self.script(algorithms);
+    pub(super) fn command(&self, algorithms: AlgorithmSet, layout: &StateLayout, now_us: u64) -> Cmd {
+        let script = self.script(algorithms, layout);
         let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
-        let mut argument = script::start_argument(now_us, self.groups.len(), limits);
+        let mut argument = script::start_argument(now_us, layout, self.groups.len(), limits);
         let mut command = Cmd::with_capacity(4 + self.key_count, 64 + 80 * self.key_count + argument.capacity());
         if self.sends_source {
             command.arg("EVAL").arg(&script.source);
@@ -338,6 +350,8 @@ impl Batch {
             command.arg(key);
         }
         command.arg(argument);
+        let state_names = self.groups.iter().flat_map(|group| &group.state_names);
+        command.arg(script::state_names_argument(state_names.map(|name| &**name)));
         if self.algorithms.counts_usage() {
             command.arg(script::usage_argument(self.groups.iter().map(|group| &*group.limits)));
         }
@@ -373,8 +387,8 @@ impl Batch {
 
     /// Send each request its part of the reply.
     pub(super) fn complete(self, reply: Value) -> BatchOutcome {
-        let limits = self.groups.iter().map(|group| group.keys.len()).sum();
-        let Some(mut reply) = ScriptReply::new(reply, self.request_count(), limits) else {
+        let limits = self.groups.iter().map(|group| group.limits.len() * group.waiters.len()).sum();
+        let Some(mut reply) = ScriptReply::new(reply, limits) else {
             self.fail(&BatchError::Store(StoreError::MalformedReply));
             return BatchOutcome { is_valid: false, has_verdict: false, refunds: Vec::new() };
         };
@@ -415,32 +429,42 @@ impl Batch {
         if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
             return None;
         }
-        let first = request * group.limits.len();
+        let first = request * group.keys_per_request();
+        let key_index =
+            |limit: usize| first + group.limits[..=limit].iter().filter(|limit| limit.has_key()).count() - 1;
         let mut usage_keys = (request * group.usages_per_request()..).map(|index| group.usage_keys.get(index));
         // Advance to the next usage key for each limit that counts usage, even if this limit is not refunded. Otherwise
         // the next limit would get the usage key of this limit.
         let mut usage_key = |terms: &LimitArgs| usage_keys.by_ref().take(usize::from(terms.counts_usage())).next();
         let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
-            .map(|(limit, (terms, outcome))| (terms, outcome, group.keys.get(first + limit), usage_key(terms)))
+            .map(|(limit, (terms, outcome))| (limit, terms, outcome, usage_key(terms)))
             // Refund only what was charged: a shadow limit that would have denied the request has charged nothing, and
             // a deferred cost is charged only after the response.
-            .filter(|(terms, outcome, ..)| outcome.status == Status::Ok && !terms.is_post_paid())
-            .map(|(terms, outcome, key, usage_key)| {
+            .filter(|(_, terms, outcome, _)| outcome.status == Status::Ok && !terms.is_post_paid())
+            .map(|(limit, terms, outcome, usage_key)| {
                 let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
-                (terms.for_refund(cost, outcome), key, usage_key)
+                (limit, terms.for_refund(cost, outcome), usage_key)
             })
             .collect();
         if refunded.is_empty() {
             return None;
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };
-        let cost = refunded.iter().map(|(terms, ..)| terms.lasting_cost()).sum();
-        let weight = refunded.iter().map(|(terms, ..)| terms.refund_weight()).sum();
-        let (group, result) = self.join_group(refund, weight, || refunded.iter().map(|(terms, ..)| *terms));
-        for (_, key, usage_key) in refunded {
-            group.keys.push(key);
+        let cost = refunded.iter().map(|(_, terms, _)| terms.lasting_cost()).sum();
+        let weight = refunded.iter().map(|(_, terms, _)| terms.refund_weight()).sum();
+        let identity_of = |index: usize| {
+            let (limit, terms, _): &(usize, LimitArgs, _) = &refunded[index];
+            terms.has_fields().then(|| group.keys.get(key_index(*limit)))
+        };
+        let limits = || refunded.iter().enumerate().map(|(index, (_, terms, _))| terms.at(index, identity_of));
+        let names = || refunded.iter().map(|(limit, ..)| group.state_names[*limit].clone());
+        let (refunds, result) = self.join_group(refund, weight, limits, names);
+        for (index, (limit, _, usage_key)) in refunded.iter().enumerate() {
+            if refunds.limits[index].has_key() {
+                refunds.keys.push(group.keys.get(key_index(*limit)));
+            }
             if let Some(usage_key) = usage_key {
-                group.usage_keys.push(usage_key);
+                refunds.usage_keys.push(usage_key);
             }
         }
         Some(PendingRefund { cost, result })
@@ -448,6 +472,11 @@ impl Batch {
 }
 
 impl BatchGroup {
+    /// Return the number of limits of a request that have a key.
+    fn keys_per_request(&self) -> usize {
+        self.limits.iter().filter(|limit| limit.has_key()).count()
+    }
+
     /// Return the number of limits whose usage is counted.
     fn usages_per_request(&self) -> usize {
         self.limits.iter().filter(|limit| limit.counts_usage()).count()
@@ -464,13 +493,14 @@ impl BatchGroup {
     }
 
     fn drop_cancelled(&mut self) {
-        let limits = self.limits.len();
+        let keys_per_request = self.keys_per_request();
         let usages = self.usages_per_request();
         let keys = std::mem::take(&mut self.keys);
         let usage_keys = std::mem::take(&mut self.usage_keys);
         let waiting = std::mem::take(&mut self.waiters);
         for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
-            (request * limits..(request + 1) * limits).for_each(|index| self.keys.push(keys.get(index)));
+            (request * keys_per_request..(request + 1) * keys_per_request)
+                .for_each(|index| self.keys.push(keys.get(index)));
             (request * usages..(request + 1) * usages).for_each(|index| self.usage_keys.push(usage_keys.get(index)));
             self.waiters.push(answer);
         }

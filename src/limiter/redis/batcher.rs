@@ -39,7 +39,7 @@ use crate::limiter::redis::connection::{Connection, Connections, ServerMode, che
 use crate::limiter::redis::error::{Backoff, RedisErrorKind, is_connection_error};
 use crate::limiter::redis::script::AlgorithmSet;
 use crate::limiter::redis::server::{Address, RedisEndpoint};
-use crate::limiter::redis::{RedisSettings, connection};
+use crate::limiter::redis::{RedisSettings, StateLayout, connection};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
 /// With at least this number of requests in flight, the next call waits for a reply. The fixed cost of a call in Redis
@@ -78,6 +78,8 @@ pub(super) struct Batcher {
     pub(super) clock: Clock,
     /// The algorithms whose scripts are loaded on every connection.
     pub(super) algorithms: AlgorithmSet,
+    /// Where new states are written.
+    layout: Arc<StateLayout>,
     /// Maximum time from the start of a check to its verdict, and from writing a call to its reply.
     pub(super) timeout: Duration,
     /// Maximum time for retrying a call that Redis rejects. This time is shorter than `timeout`, so that the check
@@ -168,7 +170,8 @@ impl Batcher {
         node: Option<Address>,
         metrics: Arc<LimiterMetrics>,
     ) -> Self {
-        let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock } = settings.clone();
+        let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock, layout } =
+            settings.clone();
         // In a cluster, each identity has its own hash slot, and a script call must not use several slots.
         let shares_calls = server.mode() != ServerMode::Cluster;
         Batcher {
@@ -176,6 +179,7 @@ impl Batcher {
             prefix,
             clock,
             algorithms,
+            layout,
             timeout,
             retry_timeout: timeout.mul_f64(RETRY_PART_OF_TIMEOUT),
             shares_calls,
@@ -421,7 +425,7 @@ impl Batcher {
         deadline: Instant,
         written_at: &mut Instant,
     ) -> Result<Exchange, StoreError> {
-        let command = Arc::new(batch.command(self.algorithms, self.clock.script_argument_us()));
+        let command = Arc::new(batch.command(self.algorithms, &self.layout, self.clock.script_argument_us()));
         let asking = batch.purpose() == Purpose::Asking;
         self.metrics.calls.increment(0);
         let mut closed_connections = 0;
@@ -750,6 +754,11 @@ impl ServerStore {
     /// Return the maximum time from the start of a check to its verdict.
     pub fn timeout(&self) -> Duration {
         self.batcher.timeout
+    }
+
+    /// Return where new states are written.
+    pub fn layout(&self) -> &StateLayout {
+        &self.batcher.layout
     }
 
     /// Return the first part of every key.

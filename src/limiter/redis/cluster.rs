@@ -20,12 +20,12 @@ use crate::limiter::algorithm::{Outcome, Rule, Status};
 use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::metrics::LimiterMetrics;
 use crate::limiter::pacing::{OVERLOAD_RETRY_INTERVAL, SETTLEMENT_TIMEOUT};
-use crate::limiter::redis::RedisSettings;
 use crate::limiter::redis::batcher::ServerStore;
 use crate::limiter::redis::circuit_breaker::RecoverySignal;
 use crate::limiter::redis::cluster::topology::{ClusterMap, SlotMap, identity_slot};
 use crate::limiter::redis::commands;
 use crate::limiter::redis::server::{Address, Login};
+use crate::limiter::redis::{RedisSettings, StateLayout};
 use crate::limiter::usage::{UsageAmount, UsageDays, UsageFields, UsageKey, UsagePost};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict, count_lost};
 
@@ -80,6 +80,11 @@ impl ClusterStore {
     /// Return the maximum time from the start of a check to its verdict.
     pub fn timeout(&self) -> Duration {
         self.0.settings.timeout
+    }
+
+    /// Return where new states are written.
+    pub fn layout(&self) -> &StateLayout {
+        &self.0.settings.layout
     }
 
     /// Return the first part of every key.

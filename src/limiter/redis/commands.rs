@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use redis::{Cmd, Value, from_redis_value};
 
+use crate::limiter::key::{Identity, Key, StateName};
 use crate::limiter::usage::{MAX_MODELS, RETENTION_DAYS, UsageAmount, UsageKey, UsagePost};
 use crate::limiter::verdict::StoreError;
 
@@ -82,6 +83,27 @@ pub fn parse_usage_reply(reply: Value) -> Result<Vec<UsageAmount>, StoreError> {
     totals.map(parse).collect::<Option<_>>().ok_or(StoreError::MalformedReply)
 }
 
+// === States of an identity ===
+
+const DELETE_STATES_SCRIPT: &str = include_str!("../../../lua/delete_states.lua");
+
+/// Return the command that deletes states of an identity, wherever they are. The reply is 1 if a state existed, and
+/// otherwise 0.
+pub fn delete_states_command(prefix: &str, identity: Identity, states: &[&StateName]) -> Cmd {
+    let mut command = redis::cmd("EVAL");
+    command.arg(DELETE_STATES_SCRIPT).arg(1 + states.len());
+    let mut key = Vec::new();
+    identity.write_key(prefix, &mut key);
+    command.arg(&key);
+    for state_name in states {
+        key.clear();
+        Key { identity, state_name }.write(prefix, &mut key);
+        command.arg(&key);
+    }
+    command.arg(states.iter().flat_map(|state| (state.id() as f64).to_le_bytes()).collect::<Vec<_>>());
+    command
+}
+
 // === Shared records: a hash that only the holder of its lock can change, protected by fencing tokens ===
 
 const FENCED_HASH_SCRIPT: &str = include_str!("../../../lua/fenced_hash.lua");
@@ -152,7 +174,7 @@ pub fn parse_number(reply: Value) -> Result<u64, StoreError> {
 const GATEWAYS_SCRIPT: &str = include_str!("../../../lua/gateways.lua");
 
 /// Return the command that counts a gateway until `ttl` has passed, or no longer if `ttl` is zero. The reply is the
-/// number of gateways.
+/// number of gateways, and the number of those whose ids have no suffix.
 pub fn count_gateways_command(key: &str, id: &str, ttl: Duration) -> Cmd {
     let mut command = redis::cmd("EVAL");
     command.arg(GATEWAYS_SCRIPT).arg(1).arg(key).arg(id).arg(ttl.as_micros() as u64);

@@ -7,6 +7,7 @@
 //!   the variables of the driver that the branch uses. They are not part of the composed script.
 //! - `--@algorithms` in a driver: the composer inserts a branch for each algorithm. In `small.lua`, the variables of a
 //!   branch that belong to a limit get the suffix `_1`.
+//! - `--@states` in a driver: the composer inserts the lines of `states.lua` after its marker `--@body`.
 //! - `--@each limit` and `--@end` in `small.lua`: the composer repeats the lines between the markers for each limit,
 //!   and replaces the suffix `_1` with the number of the limit.
 //! - `--@NAME` and `--@end NAME`: the lines between the markers are only in some scripts (see [`Block`]).
@@ -23,14 +24,18 @@ use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::algorithm::{AlgorithmKind, Outcome, Rule, State, Status, Step, StepKind};
+use crate::limiter::key::Key;
+use crate::limiter::redis::StateLayout;
 use crate::limiter::usage::UsageDay;
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 const GENERIC: &str = include_str!("../../../lua/generic.lua");
 const SINGLE: &str = include_str!("../../../lua/single.lua");
 const SMALL: &str = include_str!("../../../lua/small.lua");
+const STATES: &str = include_str!("../../../lua/states.lua");
 
 const ALGORITHMS_MARKER: &str = "--@algorithms";
+const STATES_MARKER: &str = "--@states";
 const BODY_MARKER: &str = "--@body\n";
 const REPEAT_MARKER: &str = "--@each limit";
 const REPEAT_END_MARKER: &str = "--@end";
@@ -109,7 +114,7 @@ impl ScriptVariant {
     fn compose(self, algorithms: AlgorithmSet) -> String {
         let keeps = |block| match block {
             Block::Usage => algorithms.counts_usage(),
-            Block::Outcome => self == ScriptVariant::Generic,
+            Block::Outcome | Block::OwnKeys => self == ScriptVariant::Generic,
             Block::Free => matches!(self, ScriptVariant::Single | ScriptVariant::Small(..2)),
         };
         let (driver, repeats) = match self {
@@ -121,6 +126,7 @@ impl ScriptVariant {
         for line in driver.lines() {
             match line.strip_suffix(ALGORITHMS_MARKER) {
                 Some(indent) => self.push_branches(&mut script, algorithms, indent),
+                None if line == STATES_MARKER => script.push_str(body_of(STATES)),
                 None => script.extend([line, "\n"]),
             }
         }
@@ -141,8 +147,8 @@ impl ScriptVariant {
                 continue;
             }
             let condition = format!("elseif {} then", conditions.join(" or "));
-            let (_, body) = algorithm.source.split_once(BODY_MARKER).unwrap_or_default();
-            for (line, own_indent) in [(&*condition, "")].into_iter().chain(body.lines().map(|line| (line, "  "))) {
+            let body = body_of(algorithm.source).lines().map(|line| (line, "  "));
+            for (line, own_indent) in [(&*condition, "")].into_iter().chain(body) {
                 if !line.is_empty() {
                     script.extend([indent, own_indent]);
                 }
@@ -156,6 +162,11 @@ impl ScriptVariant {
     }
 }
 
+/// Return the lines of a file after its marker `--@body`.
+fn body_of(source: &str) -> &str {
+    source.split_once(BODY_MARKER).unwrap_or_default().1
+}
+
 /// The blocks that only some scripts have. A block consists of the lines between the markers `--@NAME` and
 /// `--@end NAME`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -166,11 +177,13 @@ enum Block {
     Outcome,
     /// The remaining tokens, which decide how many tokens [`Operation::TakeUpTo`] takes: only with the single driver.
     Free,
+    /// Writing states to keys of their own: only with the generic driver.
+    OwnKeys,
 }
 
 impl Block {
-    const ALL: [(Block, &'static str); 3] =
-        [(Block::Usage, "usage"), (Block::Outcome, "outcome"), (Block::Free, "free")];
+    const ALL: [(Block, &'static str); 4] =
+        [(Block::Usage, "usage"), (Block::Outcome, "outcome"), (Block::Free, "free"), (Block::OwnKeys, "own_keys")];
 
     /// Return the block of a marker, and whether the marker begins the block.
     fn of_marker(line: &str) -> Option<(Block, bool)> {
@@ -330,8 +343,8 @@ const NUMBER_BYTES: usize = 8;
 /// Number of bytes of a group in the argument, without its limits: three numbers and the operation.
 const GROUP_BYTES: usize = 3 * NUMBER_BYTES + 1;
 
-/// Number of bytes of a limit in the argument: five numbers, the kind and the flag.
-const LIMIT_BYTES: usize = 5 * NUMBER_BYTES + 2;
+/// Number of bytes of a limit in the argument: six numbers, the kind, the flag and the place of the state.
+const LIMIT_BYTES: usize = 6 * NUMBER_BYTES + 3;
 
 /// Number of bytes that the argument for usage has for each limit: three packed numbers.
 const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
@@ -339,14 +352,58 @@ const USAGE_BYTES: usize = 3 * NUMBER_BYTES;
 /// Number of values in a reply for each limit, if the reply contains outcomes.
 const NUMBERS_PER_LIMIT: usize = 5;
 
-/// Size of a state with three fields, in bytes: four 64-bit integers.
-const STATE_BYTES: usize = 4 * NUMBER_BYTES;
+/// The time until which a state with three fields is kept, and its fields.
+type StateNumbers = [[u8; NUMBER_BYTES]; 4];
+
+/// Where the state of a limit is. The key of the limit, if it has one, is in `KEYS`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum StatePlace {
+    /// In a key of its own, because the state does not have three fields.
+    Own,
+    /// In the value of an identity that no limit before it has.
+    First,
+    /// In the value of the identity of the limit before it. The limit has no key.
+    Same,
+    /// In the value of an identity that an earlier limit has, but not the limit before it.
+    Again,
+}
+
+impl StatePlace {
+    /// Return the place of the state of the charge with this index.
+    fn of(charges: &[Charge<'_>], index: usize) -> Self {
+        let identity_of = |charge: &Charge<'_>| charge.rule.kind().has_fields().then_some(charge.key.identity);
+        StatePlace::after(index, |index| identity_of(&charges[index]))
+    }
+
+    /// Return the place of the state with this index. `identity_of` returns the identity of a state with three fields.
+    fn after<I: PartialEq>(index: usize, identity_of: impl Fn(usize) -> Option<I>) -> Self {
+        let identity = identity_of(index);
+        match identity {
+            None => StatePlace::Own,
+            Some(_) if index > 0 && identity_of(index - 1) == identity => StatePlace::Same,
+            Some(_) if (0..index).any(|earlier| identity_of(earlier) == identity) => StatePlace::Again,
+            Some(_) => StatePlace::First,
+        }
+    }
+
+    fn letter(self) -> u8 {
+        match self {
+            StatePlace::Own => b'o',
+            StatePlace::First => b'f',
+            StatePlace::Same => b's',
+            StatePlace::Again => b'a',
+        }
+    }
+}
 
 /// The arguments of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LimitArgs {
     kind: AlgorithmKind,
     mode: ChargeMode,
+    place: StatePlace,
+    /// Id of the state ([`StateName::id`](crate::limiter::key::StateName::id)).
+    state_id: u64,
     cost: u64,
     parameters: [u64; 3],
     last_parameter: [u8; NUMBER_BYTES],
@@ -355,8 +412,10 @@ pub struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// Return the arguments of a charge. Calendar windows are computed for `assumed_now_us`.
-    pub fn from_charge(charge: &Charge<'_>, assumed_now_us: u64) -> Self {
+    /// Return the arguments of a charge of a request. Calendar windows are computed for `assumed_now_us`.
+    pub fn new(charges: &[Charge<'_>], index: usize, assumed_now_us: u64) -> Self {
+        let charge = &charges[index];
+        let place = StatePlace::of(charges, index);
         let (kind, [a, b, c, d]) = (charge.rule.kind(), charge.rule.script_arguments(assumed_now_us));
         let last_parameter = match kind {
             AlgorithmKind::Concurrency => charge.permit_id.to_le_bytes(),
@@ -368,7 +427,41 @@ impl LimitArgs {
             | AlgorithmKind::SlidingBuckets
             | AlgorithmKind::SlidingLog => encode_number(d),
         };
-        LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter, usage: None }
+        LimitArgs {
+            kind,
+            mode: charge.mode,
+            place,
+            state_id: charge.key.state_name.id(),
+            cost: charge.cost,
+            parameters: [a, b, c],
+            last_parameter,
+            usage: None,
+        }
+    }
+
+    /// Return the same arguments as those of the limit with this index of another request. `identity_of` returns the
+    /// identity of a limit whose state has three fields.
+    #[must_use]
+    pub(super) fn at<I: PartialEq>(self, index: usize, identity_of: impl Fn(usize) -> Option<I>) -> Self {
+        LimitArgs { place: StatePlace::after(index, identity_of), ..self }
+    }
+
+    /// Return whether the limit has a key in `KEYS`.
+    pub fn has_key(&self) -> bool {
+        self.place != StatePlace::Same
+    }
+
+    /// Return whether the state is in the value of its identity.
+    pub fn has_fields(&self) -> bool {
+        self.place != StatePlace::Own
+    }
+
+    /// Append the key of a limit that [has a key](LimitArgs::has_key).
+    pub fn write_key(&self, key: &Key<'_>, prefix: &str, out: &mut Vec<u8>) {
+        match self.place {
+            StatePlace::Own => key.write(prefix, out),
+            StatePlace::First | StatePlace::Same | StatePlace::Again => key.identity.write_key(prefix, out),
+        }
     }
 
     /// Return the same arguments with the day whose usage total the request changes. `None` if the request changes no
@@ -433,9 +526,13 @@ impl LimitArgs {
     }
 }
 
-/// Return the variant that supports these requests and needs the least CPU time.
-pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
-    let is_plain = limits.iter().all(|limit| limit.mode == ChargeMode::Enforced && limit.kind.has_small_state());
+/// Return the variant that supports these requests and needs the least CPU time. Only the generic driver writes states to
+/// keys of their own.
+pub fn script_variant(layout: &StateLayout, operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
+    let is_plain = !layout.has_own_keys()
+        && limits.iter().all(|limit| {
+            limit.mode == ChargeMode::Enforced && limit.kind.has_small_state() && limit.place != StatePlace::Again
+        });
     match (operation, limits) {
         (Operation::Check, _) if is_plain => ScriptVariant::for_checks(limits.len()),
         (Operation::TakeUpTo, [LimitArgs { cost: 1.., .. }]) if is_plain => ScriptVariant::Single,
@@ -445,9 +542,10 @@ pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVaria
 
 /// Start the argument of a call, with capacity for this number of groups and limits. If `now_us` is 0, the script uses
 /// the time of the server.
-pub fn start_argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
-    let mut argument = Vec::with_capacity(NUMBER_BYTES + GROUP_BYTES * groups + LIMIT_BYTES * limits);
+pub fn start_argument(now_us: u64, layout: &StateLayout, groups: usize, limits: usize) -> Vec<u8> {
+    let mut argument = Vec::with_capacity(NUMBER_BYTES + 1 + GROUP_BYTES * groups + LIMIT_BYTES * limits);
     argument.extend(encode_number(now_us));
+    argument.push(if layout.has_own_keys() { b'o' } else { b'i' });
     argument
 }
 
@@ -458,8 +556,9 @@ pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operatio
     argument.extend(letter.bytes());
     argument.extend(encode_number(charged_at));
     argument.extend(encode_number(limits.len() as u64));
-    for LimitArgs { kind, mode, cost, parameters, last_parameter, usage: _ } in limits {
-        argument.extend(kind.letter().bytes().chain(mode.flag().bytes()));
+    for LimitArgs { kind, mode, place, state_id, cost, parameters, last_parameter, usage: _ } in limits {
+        argument.extend(kind.letter().bytes().chain(mode.flag().bytes()).chain([place.letter()]));
+        argument.extend(encode_number(*state_id));
         argument.extend(encode_number(*cost));
         for parameter in parameters {
             argument.extend(encode_number(*parameter));
@@ -468,7 +567,17 @@ pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operatio
     }
 }
 
-/// Return the argument for usage (`ARGV[2]`). Each item of `groups` contains the limits of one group.
+/// Return the argument with the names of the states (`ARGV[2]`), in the order of the limits of all groups.
+pub fn state_names_argument<'a>(names: impl Iterator<Item = &'a str>) -> Vec<u8> {
+    let mut argument = Vec::new();
+    for name in names {
+        argument.extend_from_slice(name.as_bytes());
+        argument.push(b'\n');
+    }
+    argument
+}
+
+/// Return the argument for usage (`ARGV[3]`). Each item of `groups` contains the limits of one group.
 pub fn usage_argument<'a>(groups: impl Iterator<Item = &'a [LimitArgs]>) -> Vec<u8> {
     let mut argument = Vec::new();
     for limit in groups.flatten() {
@@ -487,18 +596,20 @@ fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
 #[derive(Debug)]
 pub struct ScriptReply {
     bytes: Vec<u8>,
-    /// Whether the reply contains states instead of outcomes. The two forms have different lengths, because a call has
-    /// at least as many limits as requests.
-    has_states: bool,
+    /// Position in `bytes` of the next request, if the reply contains states. `None` if it contains outcomes.
+    next_states: Option<usize>,
     /// For each failed request: the total number of limits of the requests before it, and its error.
     failures: Vec<(usize, ServerError)>,
-    requests_read: usize,
+    /// Number of limits read so far.
     limits_read: usize,
 }
 
+/// Size of the start of a reply: the current time, and a letter that says what the reply contains.
+const REPLY_START_BYTES: usize = NUMBER_BYTES + 1;
+
 impl ScriptReply {
-    /// Parse a reply for these numbers of requests and limits. Return `None` if the reply is malformed.
-    pub fn new(reply: Value, requests: usize, limits: usize) -> Option<Self> {
+    /// Parse a reply for this number of limits. Return `None` if the reply is malformed.
+    pub fn new(reply: Value, limits: usize) -> Option<Self> {
         let mut parts = match reply {
             Value::Array(parts) => parts.into_iter(),
             bytes => vec![bytes].into_iter(),
@@ -511,39 +622,61 @@ impl ScriptReply {
             };
             failures.push((usize::try_from(before).ok()?, error));
         }
-        let has_states = bytes.len() == NUMBER_BYTES + requests + STATE_BYTES * limits;
-        let has_outcomes = bytes.len() == NUMBER_BYTES * (1 + NUMBERS_PER_LIMIT * limits);
-        let read = 0;
-        (has_states || has_outcomes).then_some(ScriptReply {
-            bytes,
-            has_states,
-            failures,
-            requests_read: read,
-            limits_read: read,
-        })
+        let next_states = match bytes.get(NUMBER_BYTES)? {
+            b's' => Some(REPLY_START_BYTES),
+            b'o' if bytes.len() == REPLY_START_BYTES + NUMBER_BYTES * NUMBERS_PER_LIMIT * limits => None,
+            _ => return None,
+        };
+        Some(ScriptReply { bytes, next_states, failures, limits_read: 0 })
     }
 
     /// Return the verdict or the error of the next request, which has this operation and these limits. Return `None` if
     /// the reply is malformed.
     pub fn next_verdict(&mut self, operation: Operation, limits: &[LimitArgs]) -> Option<Result<Verdict, ServerError>> {
-        let (request, first) = (self.requests_read, self.limits_read);
-        self.requests_read += 1;
+        let first = self.limits_read;
         self.limits_read += limits.len();
+        let read = match self.next_states {
+            Some(position) => Some(self.read_states(position, limits)?),
+            None => None,
+        };
         if let Some(failed) = self.failures.iter().position(|(before, _)| *before == first) {
             return Some(Err(self.failures.swap_remove(failed).1));
         }
-        let now_us = decode_integer(self.number(0))?;
-        if self.has_states {
-            let (result, states) = self.bytes[NUMBER_BYTES + request + STATE_BYTES * first..].split_first()?;
-            return verdict_of_states(now_us, operation, *result == ADMITTED, limits, states.as_chunks().0).map(Ok);
+        let now_us = decode_integer(f64::from_le_bytes(*self.bytes.first_chunk()?))?;
+        if let Some((is_admitted, states)) = read {
+            return verdict_of_states(now_us, operation, is_admitted, limits, &states).map(Ok);
         }
-        let granted = decode_integer(self.number(1 + NUMBERS_PER_LIMIT * first))?;
+        let granted = decode_integer(self.number(NUMBERS_PER_LIMIT * first))?;
         let outcomes = (first..self.limits_read).map(|limit| self.outcome(limit)).collect::<Option<_>>()?;
         Some(Ok(Verdict::new(granted, now_us, outcomes)))
     }
 
+    /// Read the states of the request at this position: whether it was admitted, and the states before it.
+    fn read_states(&mut self, position: usize, limits: &[LimitArgs]) -> Option<(bool, Vec<Option<State>>)> {
+        let letter = *self.bytes.get(position)?;
+        // The value of an identity starts with the expiry of its key, and each of its states starts with the id.
+        let (start, skipped) = match letter {
+            b'a' | b'd' => (NUMBER_BYTES, NUMBER_BYTES),
+            b'm' | b'n' => (0, 0),
+            b'e' => {
+                self.next_states = Some(position + 1);
+                return Some((false, Vec::new()));
+            }
+            _ => return None,
+        };
+        let mut at = position + 1 + start;
+        let mut states = Vec::with_capacity(limits.len());
+        for limit in limits {
+            let numbers = self.bytes.get(at + skipped..)?.first_chunk::<{ 4 * NUMBER_BYTES }>()?;
+            states.push(decode_state(limit.kind, numbers.as_chunks().0.first_chunk()?)?);
+            at += skipped + 4 * NUMBER_BYTES;
+        }
+        self.next_states = Some(at);
+        Some((matches!(letter, b'a' | b'm'), states))
+    }
+
     fn outcome(&self, limit: usize) -> Option<Outcome> {
-        let field = |field| self.number(1 + NUMBERS_PER_LIMIT * limit + field);
+        let field = |field| self.number(NUMBERS_PER_LIMIT * limit + field);
         let status = match decode_integer(field(1))? {
             0 => Status::Ok,
             1 => Status::Exceeded,
@@ -558,13 +691,11 @@ impl ScriptReply {
         Some(Outcome { status, remaining, reset_us, retry_us })
     }
 
+    /// Return a number of a reply with outcomes.
     fn number(&self, index: usize) -> f64 {
-        f64::from_le_bytes(self.bytes.as_chunks().0[index])
+        f64::from_le_bytes(self.bytes[REPLY_START_BYTES..].as_chunks().0[index])
     }
 }
-
-/// The letter of an admitted request in a reply with states.
-const ADMITTED: u8 = b'a';
 
 /// Compute the verdict on a request from the states that the script has read. The script has decided whether the request
 /// is admitted.
@@ -573,12 +704,12 @@ fn verdict_of_states(
     operation: Operation,
     is_admitted: bool,
     limits: &[LimitArgs],
-    states: &[[u8; STATE_BYTES]],
+    states: &[Option<State>],
 ) -> Option<Verdict> {
     let mut granted = 1;
     let mut outcomes = Vec::with_capacity(limits.len());
-    for (limit, bytes) in limits.iter().zip(states) {
-        let (rule, state) = (limit.rule()?, decode_state(limit.kind, bytes)?);
+    for (limit, state) in limits.iter().zip(states) {
+        let rule = limit.rule()?;
         let mut cost = limit.cost;
         if operation == Operation::TakeUpTo {
             let free = rule.step(state.as_ref(), now_us, StepKind::Check, 0).free;
@@ -596,8 +727,8 @@ fn verdict_of_states(
 
 /// Decode a state with three fields. The inner option is `None` if there is no state. Return `None` if the state is
 /// malformed.
-fn decode_state(kind: AlgorithmKind, bytes: &[u8; STATE_BYTES]) -> Option<Option<State>> {
-    let number = |index: usize| u64::try_from(i64::from_le_bytes(bytes.as_chunks().0[index])).ok();
+fn decode_state(kind: AlgorithmKind, numbers: &StateNumbers) -> Option<Option<State>> {
+    let number = |index: usize| decode_integer(f64::from_le_bytes(numbers[index]));
     let (key_expires_at, first, second, third) = (number(0)?, number(1)?, number(2)?, number(3)?);
     let state = match kind {
         AlgorithmKind::TokenBucket => State::Bucket { updated_at: first, debt: second, parts: third, key_expires_at },
@@ -667,24 +798,43 @@ mod tests {
         let limit = |kind| LimitArgs {
             kind,
             mode: ChargeMode::Enforced,
+            place: StatePlace::First,
+            state_id: 1,
             cost: 1,
             parameters: [10, 1, 1],
             last_parameter: encode_number(0),
             usage: None,
         };
-        let reply = |fields: [i64; 4]| {
+        let reply = |letters: &str, numbers: &[f64]| {
             let mut bytes = encode_number(1000).to_vec();
-            bytes.push(ADMITTED);
-            fields.iter().for_each(|field| bytes.extend(field.to_le_bytes()));
-            ScriptReply::new(Value::BulkString(bytes), 1, 1).unwrap()
+            bytes.extend(letters.bytes());
+            numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
+            ScriptReply::new(Value::BulkString(bytes), 1)
         };
-        let verdict = |kind, fields| reply(fields).next_verdict(Operation::Check, &[limit(kind)]);
-        let remaining = |fields| verdict(AlgorithmKind::TokenBucket, fields).unwrap().unwrap().outcomes[0].remaining;
-        assert_eq!(remaining([0; 4]), 9, "no state");
-        assert_eq!(remaining([2_000_000, 1000, 4, 1]), 5);
-        assert!(verdict(AlgorithmKind::TokenBucket, [2_000_000, 1000, -4, 1]).is_none(), "a negative debt");
-        assert!(verdict(AlgorithmKind::Calendar, [0; 4]).is_none(), "no driver replies with states of this kind");
-        assert!(ScriptReply::new(Value::BulkString(vec![0; 40]), 1, 1).is_none(), "a byte is missing");
+        let verdict = |kind, letters: &str, numbers: &[f64]| {
+            reply(letters, numbers)?.next_verdict(Operation::Check, &[limit(kind)]).map(Result::unwrap)
+        };
+        let bucket = |letters: &str, numbers: &[f64]| verdict(AlgorithmKind::TokenBucket, letters, numbers);
+        let remaining = |letters: &str, numbers: &[f64]| bucket(letters, numbers).unwrap().outcomes[0].remaining;
+        assert_eq!(remaining("sm", &[0.0; 4]), 9, "no state");
+        assert_eq!(remaining("sm", &[2e6, 1000.0, 4.0, 1.0]), 5);
+        assert_eq!(remaining("sa", &[3e6, 1.0, 2e6, 1000.0, 4.0, 1.0]), 5, "the value of an identity");
+        assert_eq!(remaining("sn", &[2e6, 1000.0, 10.0, 1.0]), 0, "denied");
+        for (letters, numbers) in [
+            ("sm", &[2e6, 1000.0, -4.0, 1.0][..]),
+            ("sm", &[2e6, 1000.0, 0.5, 1.0]),
+            ("sm", &[2e6, 1000.0, f64::NAN, 1.0]),
+            ("sm", &[0.0; 3]),
+            ("sa", &[0.0; 5]),
+            ("sx", &[0.0; 4]),
+            ("s", &[]),
+            ("x", &[0.0; 5]),
+            ("o", &[0.0; 4]),
+            ("", &[]),
+        ] {
+            assert!(bucket(letters, numbers).is_none(), "{letters} {numbers:?}");
+        }
+        assert!(verdict(AlgorithmKind::Calendar, "sm", &[0.0; 4]).is_none(), "no driver replies with such states");
     }
 
     #[test]

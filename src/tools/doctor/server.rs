@@ -589,6 +589,7 @@ pub(super) async fn check_decisions(server: &RedisServer, requirements: &Require
         connect_timeout: CALL_TIMEOUT,
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
+        layout: Arc::default(),
     };
     // `run_checks` has verified that the server has the configured mode (such as cluster), so the store accepts the
     // server.

@@ -1,0 +1,36 @@
+-- Deletes states of one identity: those in the value of its key (see states.lua), and those with keys of their own.
+--
+-- KEYS[1]  Key of the identity.
+-- KEYS[2…] Keys of the states that have keys of their own.
+-- ARGV[1]  Ids of the states in the value: little-endian doubles.
+-- Reply    1 if a state was deleted, otherwise 0.
+local call, keys, ids, pack, unpack, sub = redis.call, KEYS, ARGV[1], struct.pack, struct.unpack, string.sub
+local HEADER_BYTES, STATE_BYTES = 8, 40
+local deleted = 0
+for i = 2, #keys do
+  if call('DEL', keys[i]) == 1 then deleted = 1 end
+end
+local value = call('GET', keys[1])
+if not value then return deleted end
+if #value % STATE_BYTES ~= HEADER_BYTES then
+  return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
+end
+local expires_at = unpack('<d', value)
+local kept = {pack('<d', expires_at)}
+for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+  local is_kept = true
+  for at = 1, #ids, 8 do
+    if sub(ids, at, at + 7) == sub(value, position, position + 7) then is_kept = false end
+  end
+  if is_kept then kept[#kept + 1] = sub(value, position, position + STATE_BYTES - 1) end
+end
+local new_value = table.concat(kept)
+if #new_value == #value then return deleted end
+if #kept == 1 then call('DEL', keys[1])
+else
+  local time = call('TIME')
+  local ttl_ms = math.ceil((expires_at - time[1] * 1000000 - time[2]) / 1000)
+  -- The TTL stays the same. Only if the clock of Redis was set forward, the time of the expiry is in the past.
+  call('SET', keys[1], new_value, 'PX', string.format('%d', ttl_ms > 1000 and ttl_ms or 1000))
+end
+return 1
