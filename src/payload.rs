@@ -20,6 +20,7 @@ pub mod llm {
     mod event_frames;
     pub mod image;
     pub mod json_scanner;
+    pub mod learned_output;
     pub mod provider;
     pub mod request;
     pub mod response;

@@ -79,7 +79,7 @@ use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
 use crate::proxy::held_decisions::{HeldDecision, HeldDecisions, HeldLimits};
 use crate::proxy::holdings::{Held, Holdings};
-use crate::proxy::llm::LlmRequest;
+use crate::proxy::llm::{LlmRequest, ReplacedResponse};
 use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::metrics::{LimitDecision, RequestMetrics};
 use crate::proxy::named_limits::{NamedCall, NamedLimits};
@@ -571,15 +571,20 @@ impl AdmissionIo for GatewayIo<'_, '_> {
         self.record.located(origin, facts.route);
     }
 
-    fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) -> Result<(), LlmError> {
+    async fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) -> Result<(), LlmError> {
         self.record.model(llm.model.as_deref(), llm.operation);
         llm.is_traced = self.record.trace().is_some();
+        llm.learned = Some(self.snapshot.metrics.learned_output.clone());
         if llm.has_aliases {
-            let model = |name: &str| route.model_aliases.get(name).map(|model| &**model);
-            self.body.change(|body| with_models(body, model))?;
+            let route = self.snapshot.config.routes[route.index].clone();
+            let change = move |body: &[u8]| {
+                let model = |name: &str| route.model_aliases.get(name).map(|model| &**model);
+                with_models(body, model).map_err(LlmError::from)
+            };
+            body::change(self.body, self.snapshot, change).await?;
         }
         if llm.hides_usage {
-            self.body.change(|body| Ok::<_, LlmError>(with_usage_option(body)))?;
+            body::change(self.body, self.snapshot, |body| Ok(with_usage_option(body))).await?;
         }
         Ok(())
     }
@@ -858,7 +863,7 @@ impl<'a> Exchange<'a> {
         }
         let holdings = Holdings::new(decision, llm);
         let tool_rules = admission::tool_rules(route, &self.facts.credentials);
-        let mut rest = None;
+        let (mut rest, mut replaced) = (None, Vec::new());
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
@@ -892,12 +897,12 @@ impl<'a> Exchange<'a> {
                     let path = forwarded_path.unwrap_or_else(|| request.uri().path().to_owned());
                     let credentials = self.facts.credentials.clone();
                     let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
-                    boxed(|| self.attempt_with_fallback(route, attempt, request, &path)).await
+                    boxed(|| self.attempt_with_fallback(route, attempt, request, &path, &mut replaced)).await
                 }
             }
         };
         // The response waits for the settlement, so that its headers contain the values after the settlement.
-        let mut settled = holdings.settle(route, &snapshot.metrics, &result, rest).await;
+        let mut settled = holdings.settle(route, &snapshot.metrics, &result, rest, &replaced).await;
         // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.rate_limits.llm.is_some_and(|llm| !llm.provider_headers) {
@@ -1000,13 +1005,15 @@ impl<'a> Exchange<'a> {
     }
 
     /// Send a request to the upstream of the route, and then to its fallbacks until one of them gives a final result.
-    /// `path` is the path of the request in its forwarded form.
+    /// `path` is the path of the request in its forwarded form. If the gateway counts tokens, store the responses that
+    /// fallbacks replace in `replaced`.
     async fn attempt_with_fallback(
         &mut self,
         route: &'a Route,
         first: Attempt<'a>,
         request: Box<Request<RequestBody>>,
         path: &str,
+        replaced: &mut Vec<ReplacedResponse>,
     ) -> Result<Box<Response<Body>>, UpstreamError> {
         let received = request_head(&request);
         let Attempt { target, credentials, counts_tokens, filters_tools, .. } = &first;
@@ -1028,7 +1035,9 @@ impl<'a> Exchange<'a> {
                 },
             };
             // Release the connection and the permit of the failed response.
-            drop(attempted);
+            if let (Ok(response), true) = (attempted.result, counts_tokens) {
+                replaced.extend(ReplacedResponse::read(*response).await);
+            }
             let request = Box::new(request_head(&received).map(|()| body));
             let index = fallback.upstream;
             let credentials = credentials.clone();

@@ -56,6 +56,12 @@ pub struct CostTable {
     /// difference between its requested maximum and this number. Default: the requested maximum is reserved.
     #[schemars(range(min = 1, max = 1_000_000_000), extend("secret" = "never"))]
     pub max_reserved_output: Option<Spanned<i64>>,
+    /// With `llm`: output tokens to reserve. `"max"`: the requested maximum. `"p95"`: the number that 95 % of the
+    /// responses to the same identity and model have not exceeded, if this gateway has seen 20 of them, and otherwise the
+    /// requested maximum. The budget can then be exceeded by a tenth of the quota for each gateway ([learned
+    /// reservations](limits.md#learned-reservations)). Cannot be combined with `on_exhausted = "cut"`.
+    #[schemars(extend("enum" = ["max", "p95"], "default" = "max"))]
+    pub reserve_output: Option<Text>,
     /// With `llm`: average number of bytes of text per token. The gateway uses it to estimate the input tokens, and the
     /// output tokens of a stream that reports no usage. Default: an estimate of the input by the kinds of characters
     /// ([reservation](limits.md#reservation)), and 4 for the output.

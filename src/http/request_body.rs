@@ -392,15 +392,12 @@ impl RequestBody {
         Ok(ReadBody::Whole(content))
     }
 
-    /// Change the content of a body that was read as a whole.
-    ///
-    /// # Errors
-    /// `change` failed.
-    pub fn change<E>(&mut self, change: impl FnOnce(&[u8]) -> Result<Vec<u8>, E>) -> Result<(), E> {
-        if let Some(BodySource::Buffered { bytes: Some(bytes), .. }) = self.0.as_mut().map(|inner| &mut inner.source) {
-            *bytes = change(bytes)?.into();
+    /// Return the content of a body that was read as a whole and is not empty, to change it.
+    pub fn buffered_mut(&mut self) -> Option<&mut Bytes> {
+        match self.0.as_mut().map(|inner| &mut inner.source) {
+            Some(BodySource::Buffered { bytes, .. }) => bytes.as_mut(),
+            Some(BodySource::Client(_)) | None => None,
         }
-        Ok(())
     }
 
     /// Return the content of a body that is empty or buffered, so that it can be sent again. The returned value takes

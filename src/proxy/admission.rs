@@ -4,6 +4,7 @@
 //! callers: the gateway reads bodies, waits for authentication servers and charges limits, and `explain` only reads
 //! counters.
 
+use std::future::ready;
 use std::sync::Arc;
 
 use http::uri::PathAndQuery;
@@ -160,8 +161,12 @@ pub trait AdmissionIo: Send {
     ///
     /// # Errors
     /// The names of models in the body cannot be replaced.
-    fn counts_tokens(&mut self, _llm: &mut LlmRequest, _route: &Route) -> Result<(), LlmError> {
-        Ok(())
+    fn counts_tokens(
+        &mut self,
+        _llm: &mut LlmRequest,
+        _route: &Route,
+    ) -> impl Future<Output = Result<(), LlmError>> + Send {
+        ready(Ok(()))
     }
 
     /// Return the result of a provider if it is known without waiting, for example because it is cached.
@@ -295,8 +300,15 @@ async fn run<'a, I: AdmissionIo>(
     // Decision.
     match limited {
         Limited::Decided(decision, llm) if decision.admitted => {
-            let forwarded_path =
+            let mut forwarded_path =
                 (target.forwarded_path() != head.uri.path()).then(|| target.forwarded_path().to_owned());
+            let mut rewritten_target = rewritten_target;
+            if let Some(llm) = &llm
+                && let Some(renamed) = llm.rename(target.forwarded_path(), rewritten_target.as_ref())?
+            {
+                forwarded_path = renamed.forwarded_path.or(forwarded_path);
+                rewritten_target = renamed.rewritten;
+            }
             Ok(Admission::Admitted(Admitted { route, decision, llm, forwarded_path, rewritten_target }))
         }
         Limited::Decided(decision, _) => Err(Rejection::RateLimited {
@@ -447,7 +459,7 @@ async fn inspect<'a, I: AdmissionIo>(
         return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
     }
     let mut llm = llm::request(content, inspection, route, &path, operation)?;
-    io.counts_tokens(&mut llm, route).map_err(Rejection::Llm)?;
+    io.counts_tokens(&mut llm, route).await.map_err(Rejection::Llm)?;
     Ok(Some(Box::new(llm)))
 }
 

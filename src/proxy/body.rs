@@ -20,7 +20,7 @@ use crate::payload::json::{body, rpc};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::proxy::config_snapshot::ConfigSnapshot;
-use crate::proxy::rejection::{InspectError, Rejection, UnreadBody};
+use crate::proxy::rejection::{InspectError, LlmError, Rejection, UnreadBody};
 use crate::proxy::request::Peer;
 use crate::snapshot::routes::{BodyUse, LlmInspection, RouteLimits};
 use crate::snapshot::{BodyInspection, CompiledConfig};
@@ -307,6 +307,31 @@ pub(super) async fn read_whole(
 /// Maximum length in bytes of a body that the worker itself parses. The worker handles no other request meanwhile, for
 /// at most 0.5 ms.
 const MAX_PARSED_BY_WORKER: usize = 64 << 10;
+
+/// Change a body that was read as a whole. A blocking thread changes a long body, as in [`parse`].
+///
+/// # Errors
+/// `change` failed.
+pub(super) async fn change(
+    body: &mut RequestBody,
+    snapshot: &ConfigSnapshot,
+    change: impl FnOnce(&[u8]) -> Result<Vec<u8>, LlmError> + Send + 'static,
+) -> Result<(), LlmError> {
+    let Some(bytes) = body.buffered_mut() else { return Ok(()) };
+    if bytes.len() <= MAX_PARSED_BY_WORKER {
+        *bytes = change(bytes)?.into();
+        return Ok(());
+    }
+    let permit = snapshot.metrics.parser_permits.clone().acquire_owned().await;
+    let old = bytes.clone();
+    let changing = spawn_blocking(move || {
+        let _permit = permit;
+        change(&old)
+    });
+    // The task fails only if the runtime shuts down.
+    *bytes = changing.await.unwrap_or(Err(LlmError::NoCapacity))?.into();
+    Ok(())
+}
 
 /// Parse the bytes of a complete body. A blocking thread parses a long body, so that the other requests of the worker do
 /// not wait. The number of bodies that are parsed at the same time is bounded.

@@ -12,7 +12,7 @@ use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
 use crate::payload::mcp_tools::ToolFilter;
-use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement};
+use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement, ReplacedResponse};
 use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
 use crate::snapshot::routes::{Route, RouteLimit};
@@ -58,23 +58,42 @@ impl<'a> Holdings<'a> {
     }
 
     /// Make the charges and refunds that the status and the headers of the response determine. Do this even if the
-    /// upstream failed, because the status may cause a refund.
+    /// upstream failed, because the status may cause a refund. Also charge the responses in `replaced`, which fallbacks
+    /// have replaced.
     pub(super) fn settle(
         self,
         route: &Route,
         metrics: &WorkerMetrics,
         result: &Result<Box<Response<Body>>, UpstreamError>,
         rest: Option<RestBounds>,
+        replaced: &[ReplacedResponse],
     ) -> impl Future<Output = Settled<'a>> + use<'a> {
         let Holdings { mut decision, llm } = self;
+        let limits = &route.rate_limits.limits;
+        let floors: Vec<CostFloor> = match &llm {
+            Some(llm) => (0..limits.len()).map(|index| CostFloor::new(llm, index, &limits[index], replaced)).collect(),
+            None => Vec::new(),
+        };
         let reservations = match (llm, result) {
-            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response, rest),
+            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response, rest, replaced),
             (None, _) | (_, Err(_)) => None,
         };
-        let limits = &route.rate_limits.limits;
         let charges = decision.deferred_charges.take();
-        let settlement = charges
-            .and_then(|charges| charges.settle(|index, deferred| settle_action(&limits[index], deferred, result)));
+        let costs = charges.iter().filter(|_| !floors.is_empty()).flat_map(|charges| charges.costs());
+        let reserved: Vec<_> = costs.collect();
+        let action = |index: usize, deferred| match (settle_action(&limits[index], deferred, result), floors.get(index))
+        {
+            (SettleAction::Refund, Some(floor)) if deferred == Deferred::Settle && floor.refunded > 0 => {
+                SettleAction::Settle(floor.refunded)
+            }
+            // The reservation stays charged.
+            (SettleAction::Nothing, Some(floor)) if deferred == Deferred::Settle && floor.kept > 0 => {
+                let reserved = reserved.iter().find(|(limit, _)| *limit == index).map_or(0, |(_, cost)| *cost);
+                SettleAction::Settle(floor.kept.max(reserved))
+            }
+            (action, _) => action,
+        };
+        let settlement = charges.and_then(|charges| charges.settle(action));
         async move {
             match settlement {
                 None => {}
@@ -91,6 +110,21 @@ impl<'a> Holdings<'a> {
             let permits = decision.permits.take();
             Settled { decision, held: Held { permits, reservations, tools: None } }
         }
+    }
+}
+
+/// The least that a limit charges for a request to an LLM API whose reservation the response does not settle.
+struct CostFloor {
+    /// If the reservation is refunded: the responses that fallbacks have replaced.
+    refunded: u64,
+    /// If the reservation stays charged: the requested maximum as well.
+    kept: u64,
+}
+
+impl CostFloor {
+    fn new(llm: &LlmRequest, index: usize, limit: &RouteLimit, replaced: &[ReplacedResponse]) -> Self {
+        let refunded = llm.replaced_cost(limit, replaced);
+        CostFloor { refunded, kept: llm.uncovered_maximum(index).unwrap_or(0).max(refunded) }
     }
 }
 

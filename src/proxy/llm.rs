@@ -3,11 +3,16 @@
 
 use std::mem;
 use std::ops::{ControlFlow, Range};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use http::header::{CONTENT_TYPE, HeaderName};
+use http::uri::PathAndQuery;
 use http::{HeaderMap, Response};
+use http_body_util::BodyExt;
+use tokio::runtime::Handle;
+use tokio::time::timeout;
 
 use crate::http::body::{Body, BodyEnd};
 use crate::http::body_limits::{RestBounds, RestPermit};
@@ -16,6 +21,7 @@ use crate::identity::display::IdentityDisplay;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::Identity;
 use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction};
+use crate::payload::llm::learned_output::{LearnedOutput, Uncovered};
 use crate::payload::llm::provider::{Billing, Operation, Provider, last_segment};
 use crate::payload::llm::request;
 use crate::payload::llm::request::{RequestError, RequestInfo};
@@ -46,6 +52,8 @@ pub struct LlmRequest {
     content: Content,
     /// The model that determines the weights of the tokens.
     pub(super) model: Option<Box<str>>,
+    /// The model that replaces an alias in the path.
+    path_model: Option<Box<str>>,
     /// Other models that the server may use, and that the body names.
     other_models: Vec<Box<str>>,
     /// Whether the names of models in the body are aliases (`model_aliases`), which the gateway replaces.
@@ -62,8 +70,35 @@ pub struct LlmRequest {
     /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
     /// removes this event from the response.
     pub(super) hides_usage: bool,
+    /// The output tokens of earlier responses. `None` if the gateway reserves the maximum.
+    pub(super) learned: Option<Arc<LearnedOutput>>,
+    /// The reservations of limits that learn the output.
+    learned_reservations: Mutex<Vec<LearnedReservation>>,
     /// The index of each limit that counts tokens, with the identity that the limit charges.
     clients: Vec<(usize, (Identity, IdentityDisplay))>,
+}
+
+/// A reservation for a limit that learns the output.
+#[derive(Debug)]
+struct LearnedReservation {
+    limit_index: usize,
+    /// The key under which the output is learned.
+    key: u64,
+    cost: u64,
+    /// The cost of the requested maximum.
+    maximum: u64,
+    /// The difference to `maximum`. `None` if there is none.
+    uncovered: Option<Uncovered>,
+}
+
+/// The part of the quota of a limit that reservations of one identity and gateway may leave uncovered: a tenth.
+const UNCOVERED_PART: u64 = 10;
+
+/// The targets of an upstream request, with an alias of a model replaced.
+pub(super) struct Renamed {
+    /// `None` if the path contains no model, because the rewrite of the route adds it.
+    pub(super) forwarded_path: Option<String>,
+    pub(super) rewritten: Option<PathAndQuery>,
 }
 
 #[derive(Debug)]
@@ -118,11 +153,13 @@ pub fn request(
         Content::Empty | Content::Unread => (None, Vec::new(), None),
     };
     // Providers with the model in the path ignore the models in the body.
-    let model = request::model_in_path(path).map(|model| model.into());
+    let in_path = request::model_in_path(path);
+    let alias = |name: &str| route.model_aliases.get(name).map(|model| &**model);
+    let path_model: Option<Box<str>> = in_path.as_deref().and_then(alias).map(Box::from);
+    let model = path_model.clone().or_else(|| in_path.map(|model| model.into()));
     if model.is_some() || !provider.reads_model() {
         other_models.clear();
     }
-    let alias = |name: &str| route.model_aliases.get(name).map(|model| &**model);
     let renamed = |name: &str| request::renamed(name, alias).map(Box::from);
     let mut has_aliases = false;
     let mut resolve = |name: Box<str>| {
@@ -137,6 +174,7 @@ pub fn request(
     Ok(LlmRequest {
         content,
         model,
+        path_model,
         other_models,
         has_aliases,
         tier,
@@ -146,6 +184,8 @@ pub fn request(
         is_traced: false,
         path,
         hides_usage,
+        learned: None,
+        learned_reservations: Mutex::default(),
         clients,
     })
 }
@@ -173,6 +213,29 @@ impl Content {
 }
 
 impl LlmRequest {
+    /// Replace an alias of a model in the path and in the rewritten target of the upstream request. `path` is the path to
+    /// forward. Return `None` if there is no alias.
+    ///
+    /// # Errors
+    /// The target becomes too long.
+    pub(super) fn rename(
+        &self,
+        path: &str,
+        rewritten: Option<&PathAndQuery>,
+    ) -> Result<Option<Renamed>, Rejection<'static>> {
+        let Some(model) = &self.path_model else { return Ok(None) };
+        let rewritten = rewritten.map(|target| {
+            let path = request::with_model_in_path(target.path(), model);
+            let path = path.as_deref().unwrap_or(target.path());
+            PathAndQuery::try_from(match target.query() {
+                Some(query) => format!("{path}?{query}"),
+                None => path.to_owned(),
+            })
+        });
+        let rewritten = rewritten.transpose().map_err(|_| Rejection::UriTooLong)?;
+        Ok(Some(Renamed { forwarded_path: request::with_model_in_path(path, model), rewritten }))
+    }
+
     /// Return whether the response may contain generated tokens.
     pub(super) fn is_counted(&self) -> bool {
         !matches!(self.content, Content::Empty)
@@ -185,7 +248,10 @@ impl LlmRequest {
     pub fn reserve(&self, limits: &[RouteLimit], checks: &mut [LimitCheck<'_, '_>]) -> Result<(), Rejection<'static>> {
         for check in checks {
             let Some(llm) = limits[check.limit_index].cost.llm() else { continue };
-            check.cost = self.reservation(llm);
+            check.cost = match llm.learns_output {
+                true => self.learned_reservation(llm, check),
+                false => self.reservation(llm),
+            };
             check.deferred = if self.is_counted_by(llm) { Deferred::Settle } else { Deferred::Nothing };
             let capacity = check.variant.rule.capacity();
             if check.cost > capacity && !check.limit.shadow {
@@ -231,6 +297,44 @@ impl LlmRequest {
         }
     }
 
+    /// Return the reservation of a limit that learns the output. Later calls return the same value.
+    fn learned_reservation(&self, llm: &LlmCost, check: &LimitCheck<'_, '_>) -> u64 {
+        let limit_index = check.limit_index;
+        let mut reservations = self.learned_reservations.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = reservations.iter().find(|known| known.limit_index == limit_index) {
+            return known.cost;
+        }
+        let maximum = self.reservation(llm);
+        let (Some(learned), Content::Read(info)) = (&self.learned, &self.content) else { return maximum };
+        // A client that names several models or an unknown one could choose the model whose output was short.
+        let is_single = self.billing == Billing::Generation && info.calls <= 1 && self.other_models.is_empty();
+        if !is_single || llm.weights.is_unlisted(self.model.as_deref()) || !self.is_counted_by(llm) {
+            return maximum;
+        }
+        let client = (&*check.limit.name, check.identity);
+        let key = learned.key((client, self.model.as_deref()));
+        let mut reservation = LearnedReservation { limit_index, key, cost: maximum, maximum, uncovered: None };
+        if let Some(output) = learned.p95(key) {
+            let output = llm.estimate.output(info, self.provider).min(output);
+            let cost = self.reservation_of(llm, llm.estimate.input(info, self.provider, &self.models()), output);
+            let max_uncovered = check.variant.quota.count / UNCOVERED_PART;
+            let uncovered = learned.leave_uncovered(learned.key(client), maximum.saturating_sub(cost), max_uncovered);
+            if let Some(uncovered) = uncovered {
+                reservation = LearnedReservation { cost, uncovered: Some(uncovered), ..reservation };
+            }
+        }
+        let cost = reservation.cost;
+        reservations.push(reservation);
+        cost
+    }
+
+    /// Return the cost of the requested maximum for the limit with this index, if less is reserved.
+    pub(super) fn uncovered_maximum(&self, limit_index: usize) -> Option<u64> {
+        let reservations = self.learned_reservations.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = reservations.iter().find(|reservation| reservation.limit_index == limit_index);
+        found.filter(|reservation| reservation.uncovered.is_some()).map(|reservation| reservation.maximum)
+    }
+
     /// Return the largest reservation of the models that the request names.
     fn reservation_of(&self, llm: &LlmCost, input: u64, output: u64) -> u64 {
         largest_of(self.models(), |model| llm.weights.for_model(model).reservation(input, output, self.tier))
@@ -249,8 +353,19 @@ impl LlmRequest {
         }
     }
 
-    /// Return the settlement of the reservations, which must be performed at the end of the response body. Return
-    /// `None` if there is no reservation to settle, or if the response is an error. After an error, a reservation is
+    /// Return the cost of the responses that fallbacks have replaced, for the limit with this index.
+    pub(super) fn replaced_cost(&self, limit: &RouteLimit, replaced: &[ReplacedResponse]) -> u64 {
+        let Some(llm) = limit.cost.llm() else { return 0 };
+        let costs = replaced.iter().filter_map(|response| Some(response.cost(llm, &self.priced_models())?.1));
+        costs.fold(0, u64::saturating_add)
+    }
+
+    fn priced_models(&self) -> PricedModels {
+        PricedModels { model: self.model.clone(), others: self.other_models.clone(), tier: self.tier }
+    }
+
+    /// Return the settlement of the reservations, which must be performed at the end of the response body. The responses
+    /// in `replaced` are charged as well. Return `None` if there is no reservation to settle, or if the response is an error. After an error, a reservation is
     /// refunded if `refund_on` contains the status, and otherwise stays charged.
     pub(super) fn settlement(
         mut self,
@@ -259,6 +374,7 @@ impl LlmRequest {
         metrics: &WorkerMetrics,
         response: &Response<Body>,
         rest: Option<RestBounds>,
+        replaced: &[ReplacedResponse],
     ) -> Option<Box<LlmSettlement>> {
         let status = response.status();
         if !status.is_success() {
@@ -277,6 +393,8 @@ impl LlmRequest {
         let facts = if is_priced || self.is_traced { PriceFacts::Read } else { PriceFacts::Ignored };
         let mut meters = Vec::new();
         let mut settled = Vec::new();
+        let reservations = mem::take(&mut self.learned_reservations).into_inner();
+        let mut reservations = reservations.unwrap_or_else(PoisonError::into_inner);
         for (limit_index, reserved) in charges.costs() {
             let Some(llm) = limits[limit_index].cost.llm() else { continue };
             let (format, bytes_per_token) = (&llm.usage, llm.estimate.output_bytes_per_token());
@@ -290,9 +408,15 @@ impl LlmRequest {
                 meters.push(Meter { format: format.clone(), bytes_per_token, meter });
                 meters.len() - 1
             });
+            let priced = self.priced_models();
+            let known = reservations.iter().position(|reservation| reservation.limit_index == limit_index);
+            let learned = known.map(|index| reservations.swap_remove(index));
             settled.push(SettledLimit {
                 limit_index,
                 reserved,
+                maximum: learned.as_ref().map_or(reserved, |learned| learned.maximum.max(reserved)),
+                learned: self.learned.clone().zip(learned),
+                replaced: replaced.iter().filter_map(|response| response.cost(llm, &priced)).collect(),
                 llm: llm.clone(),
                 estimated_input: self.estimated_input(llm),
                 is_background: self.is_background(),
@@ -318,7 +442,7 @@ impl LlmRequest {
             event: Vec::new(),
             line_feed: LineFeed::Next,
         });
-        let priced = PricedModels { model: self.model, others: self.other_models, tier: self.tier };
+        let priced = self.priced_models();
         Some(Box::new(LlmSettlement { charges, priced, meters, limits: settled, rewriter, rest }))
     }
 
@@ -378,6 +502,46 @@ impl PricedModels {
     fn cost(&self, llm: &LlmCost, reported: Option<&str>, usage: TokenUsage) -> u64 {
         let usage = TokenUsage { tier: usage.tier.or(self.tier), ..usage };
         self.largest(llm, reported, |weights| weights.cost(usage))
+    }
+}
+
+/// Bounds of the part of a replaced response that is read.
+const MAX_REPLACED: usize = 64 << 10;
+const MAX_REPLACED_WAIT: Duration = Duration::from_secs(1);
+
+/// A response that the client does not get, because a fallback gets the request. The provider may bill its tokens.
+pub(super) struct ReplacedResponse {
+    media_type: Box<str>,
+    body: Vec<u8>,
+}
+
+impl ReplacedResponse {
+    /// Read the start of a response. Return `None` if it cannot be measured.
+    pub(super) async fn read(response: Response<Body>) -> Option<Self> {
+        let (head, mut response) = response.into_parts();
+        let media_type = head.headers.get(CONTENT_TYPE).filter(|_| !has_content_coding(&head.headers))?;
+        let media_type = media_type.to_str().ok()?.into();
+        let mut body = Vec::new();
+        let read = async {
+            while let Some(Ok(frame)) = response.frame().await
+                && body.len() < MAX_REPLACED
+            {
+                body.extend_from_slice(frame.data_ref().map_or(&[][..], Buf::chunk));
+            }
+        };
+        // The start of a slow or broken response may report the usage as well.
+        let _ = timeout(MAX_REPLACED_WAIT, read).await;
+        Some(ReplacedResponse { media_type, body })
+    }
+
+    /// Return the usage that the response reports, and its cost.
+    fn cost(&self, llm: &LlmCost, priced: &PricedModels) -> Option<(TokenUsage, u64)> {
+        let bytes_per_token = llm.estimate.output_bytes_per_token();
+        let meter = ResponseMeter::new(&self.media_type, llm.usage.clone(), bytes_per_token, PriceFacts::Read);
+        let mut meter = meter?;
+        meter.feed(&self.body);
+        let usage = meter.usage(0).filter(|measured| !measured.is_estimated)?.usage;
+        Some((usage, priced.cost(llm, meter.model(), usage)))
     }
 }
 
@@ -515,6 +679,12 @@ struct Meter {
 struct SettledLimit {
     limit_index: usize,
     reserved: u64,
+    /// The cost of the requested maximum. It exceeds `reserved` if the output is learned.
+    maximum: u64,
+    /// Where the output is learned, and the reservation.
+    learned: Option<(Arc<LearnedOutput>, LearnedReservation)>,
+    /// Usage and cost of each response that a fallback has replaced.
+    replaced: Vec<(TokenUsage, u64)>,
     llm: Arc<LlmCost>,
     estimated_input: Option<u64>,
     is_background: bool,
@@ -603,11 +773,16 @@ impl LlmSettlement {
         if let Some(model) = &self.priced.model {
             self.charges.count_model(model, cost_of);
         }
-        for settled in &costs {
-            if let Some(usage) = settled.usage {
+        for (limit, settled) in self.limits.iter().zip(&costs) {
+            for usage in limit.replaced.iter().map(|(usage, _)| *usage).chain(settled.usage) {
                 let kinds = COUNTED_KINDS.into_iter().zip(usage.by_kind());
                 let tokens: Vec<_> = kinds.filter(|(_, tokens)| *tokens > 0).collect();
                 self.charges.count_kinds(&tokens, |limit_index| limit_index == settled.limit_index);
+            }
+        }
+        if let Some(limit) = self.limits.first() {
+            for (usage, _) in &limit.replaced {
+                limit.tokens.iter().for_each(|tokens| tokens.record_usage(*usage));
             }
         }
         let mut measured = self.limits.iter().zip(&costs).filter_map(|(limit, settled)| Some((limit, settled.usage?)));
@@ -616,9 +791,23 @@ impl LlmSettlement {
             usage
         });
         let model = self.meters.iter().find_map(|meter| meter.meter.as_ref()?.model()).map(Box::from);
-        self.charges.settle_in_background(|limit_index, _| {
-            cost_of(limit_index).map_or(SettleAction::Nothing, SettleAction::Settle)
-        });
+        let action = |limit_index, _| cost_of(limit_index).map_or(SettleAction::Nothing, SettleAction::Settle);
+        let learned = self.limits.into_iter().filter_map(|limit| limit.learned);
+        let uncovered: Vec<_> = learned.filter_map(|(_, reservation)| reservation.uncovered).collect();
+        match Handle::try_current() {
+            // The cost counts as uncovered until it is charged.
+            Ok(runtime) if !uncovered.is_empty() => {
+                let settled = self.charges.settle(action);
+                runtime.spawn(async move {
+                    if let Some(settled) = settled {
+                        // The settlement itself reports errors and repeats its calls.
+                        let _ = settled.await;
+                    }
+                    drop(uncovered);
+                });
+            }
+            Ok(_) | Err(_) => self.charges.settle_in_background(action),
+        }
         LlmReport { usage, model }
     }
 }
@@ -648,7 +837,7 @@ impl SettledLimit {
         // A document without a usage object may contain only a part of what was generated.
         let has_no_usage = end != BodyEnd::Aborted && meter.is_some_and(ResponseMeter::is_document_without_usage);
         let measured =
-            measured.filter(|measured| !keeps_reservation && !has_no_usage || cost_of(measured.usage) > self.reserved);
+            measured.filter(|measured| !keeps_reservation && !has_no_usage || cost_of(measured.usage) > self.maximum);
         if measured.is_none() && end != BodyEnd::Aborted {
             self.warn_of_unknown_usage(meter);
         }
@@ -656,8 +845,14 @@ impl SettledLimit {
             Some(MeasuredUsage { usage, is_estimated: false }) => (cost_of(usage), false, SETTLED_REPORTED),
             Some(MeasuredUsage { usage, is_estimated: true }) => (cost_of(usage), true, SETTLED_ESTIMATED),
             // Keep the reservation charged, because nothing is known about the usage.
-            None => (self.reserved, true, SETTLED_RESERVED),
+            None => (self.maximum, true, SETTLED_RESERVED),
         };
+        if let (Some((learned, reservation)), Some(measured)) = (&self.learned, measured)
+            && end != BodyEnd::Aborted
+        {
+            learned.record(reservation.key, measured.usage.output);
+        }
+        let cost = self.replaced.iter().fold(cost, |sum, (_, cost)| sum.saturating_add(*cost));
         if let Some(tokens) = &self.tokens {
             tokens.record(self.reserved, kind, cost, self.client.as_ref());
         }

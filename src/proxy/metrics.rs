@@ -26,6 +26,7 @@ use crate::limiter::metrics::{Counter, Histogram, MetricFamily};
 use crate::limiter::quota::Quota;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
+use crate::payload::llm::learned_output::LearnedOutput;
 use crate::payload::llm::usage::{COUNTED_KINDS, TokenUsage};
 use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
@@ -284,6 +285,8 @@ pub struct RequestMetrics {
     pub rests: Arc<RestCounter>,
     /// Permits to parse long request bodies outside of the workers.
     pub parser_permits: ParserPermits,
+    /// The output tokens of responses of LLM APIs.
+    pub learned_output: Arc<LearnedOutput>,
 }
 
 /// Permits to parse long request bodies on blocking threads: one for every two processors, so that the workers do not
@@ -397,6 +400,7 @@ pub(super) struct WorkerMetrics {
     pub(super) inspected_by_network: Arc<UsageByNetwork>,
     pub(super) rests: Arc<RestCounter>,
     pub(super) parser_permits: Arc<Semaphore>,
+    pub(super) learned_output: Arc<LearnedOutput>,
 }
 
 #[derive(Debug)]
@@ -598,6 +602,7 @@ impl WorkerMetrics {
             inspected_by_network: request_metrics.inspected_by_network.clone(),
             rests: request_metrics.rests.clone(),
             parser_permits: request_metrics.parser_permits.0.clone(),
+            learned_output: request_metrics.learned_output.clone(),
         }
     }
 

@@ -95,6 +95,8 @@ pub struct LlmCost {
     pub max_body: usize,
     /// Cost of a request whose body cannot be read. If `None`, such requests are rejected.
     pub unread_cost: Option<u64>,
+    /// Whether the gateway learns how much output to reserve.
+    pub learns_output: bool,
     /// Where to find the token usage in responses.
     pub usage: UsageFormat,
     /// Whether to end a stream when its output exceeds the reservation.
@@ -321,6 +323,12 @@ pub(super) fn llm_cost(table: &CostTable, context: CostContext<'_>, reader: &mut
     let weights = model_weights(table, context.prices, reader);
     let max_body = reader.size(table.inspect_body.as_ref(), context.inspect.default);
     context.inspect.check(table.inspect_body.as_ref(), max_body, reader);
+    let learns_output = reader.one_of(table.reserve_output.as_ref(), false, &[("max", false), ("p95", true)]);
+    let cuts = reader.one_of(table.on_exhausted.as_ref(), false, &[("finish", false), ("cut", true)]);
+    if let (true, true, Some(written)) = (learns_output, cuts, &table.reserve_output) {
+        let issue = Issue::new(written.span(), "with `on_exhausted = \"cut\"`, one response in 20 would be cut");
+        reader.push_issue(issue.with_hint("remove `on_exhausted`, or set reserve_output = \"max\""));
+    }
     LlmCost {
         weights,
         estimate,
@@ -329,7 +337,8 @@ pub(super) fn llm_cost(table: &CostTable, context: CostContext<'_>, reader: &mut
             .reserve
             .as_ref()
             .map(|reserve| reader.number(Some(reserve), 0..EXACT_INTEGER_LIMIT as i64, 0) as u64),
-        cuts: reader.one_of(table.on_exhausted.as_ref(), false, &[("finish", false), ("cut", true)]),
+        learns_output,
+        cuts,
         on_abort: reader.one_of(
             table.on_abort.as_ref(),
             OnAbort::Reservation,
@@ -356,6 +365,7 @@ pub(super) fn check_without_llm(table: &CostTable, reader: &mut Validator<'_>) {
     let keys = [
         ("default_output", table.default_output.as_ref().map(|key| key.span())),
         ("max_reserved_output", table.max_reserved_output.as_ref().map(|key| key.span())),
+        ("reserve_output", table.reserve_output.as_ref().map(|key| key.span())),
         ("bytes_per_token", table.bytes_per_token.as_ref().map(|key| key.span())),
         ("image_tokens", table.image_tokens.as_ref().map(|key| key.span())),
         ("document_tokens", table.document_tokens.as_ref().map(|key| key.span())),

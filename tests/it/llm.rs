@@ -1193,6 +1193,178 @@ fn aliases_of_models_are_replaced_in_lists_and_fallbacks() {
     }
 }
 
+/// Send `count` requests at the same time, which all use the output that they ask for. Return how many are admitted, and
+/// the tokens that all requests so far are charged in the end.
+fn burst(gateway: &Gateway, provider: &Provider, body: &Value, count: usize) -> (usize, u64) {
+    let posted = || provider.seen.lock().unwrap().iter().filter(|seen| !seen.body.is_empty()).count();
+    let before = posted();
+    let statuses: Vec<u16> = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..count).map(|_| scope.spawn(|| post(gateway, CHAT, body).status)).collect();
+        // The provider answers when all requests have been decided.
+        let denied = || clients.iter().filter(|client| client.is_finished()).count();
+        eventually("all requests are decided", || denied() + posted() - before >= count);
+        provider.release();
+        clients.into_iter().map(|client| client.join().unwrap()).collect()
+    });
+    let admitted = statuses.iter().filter(|status| **status == 200).count();
+    assert_eq!(admitted + statuses.iter().filter(|status| **status == 429).count(), count, "{statuses:?}");
+    let costs = || -> Vec<u64> {
+        records(gateway).iter().filter_map(|record| record["limits"][0]["settled"].as_u64()).collect()
+    };
+    eventually("all requests are settled", || costs().len() >= posted());
+    (admitted, costs().iter().sum())
+}
+
+/// The learned output of a client that asks for 4,000 tokens and uses 10, and then uses all of them 50 times at once.
+#[test]
+fn learned_reservations_admit_more_requests_and_exceed_the_budget_by_at_most_a_tenth() {
+    let short = json!({"model": "m", "max_tokens": 4000, "mock": {"input": 10, "output": 10}});
+    let full =
+        json!({"model": "m", "max_tokens": 4000, "mock": {"input": 10, "output": 4000, "pause_after": 0, "seed": 1}});
+    let mut admitted_by = Vec::new();
+    for (cost, max) in [("", QUOTA), ("reserve_output = \"p95\"", QUOTA + QUOTA / 10)] {
+        let provider = Provider::start();
+        let gateway = start(&provider, QUOTA, cost);
+        for count in 1..=20 {
+            assert_eq!(post(&gateway, CHAT, &short).status, 200);
+            assert_remaining(&gateway, QUOTA - 20 * count, "a short response");
+        }
+        let reserved = QUOTA - post(&gateway, CHAT, &short).remaining("tokens") - 400;
+        assert_eq!(reserved < 100, !cost.is_empty(), "{cost}: {reserved}");
+        let (admitted, charged) = burst(&gateway, &provider, &full, 50);
+        assert!(charged <= max, "{cost}: {charged} tokens for {admitted} requests");
+        admitted_by.push(admitted);
+    }
+    assert!(admitted_by[0] < admitted_by[1], "{admitted_by:?}");
+}
+
+/// What a client may write to select the output of another model or client.
+#[test]
+fn client_cannot_select_what_was_learned_for_others() {
+    let provider = Provider::start();
+    let cost = "reserve_output = \"p95\", models.\"small\" = { output = 1 }, models.\"fast*\" = { output = 2 }";
+    let base = config("", provider.address, QUOTA, cost, "");
+    let gateway = Gateway::start(&(base + "model_aliases = { quick = \"fast-1\" }\n"));
+    let reserved = |id: &str, body: &Value| {
+        let before = gateway.client().get_with("/v1/models", &[("x-id", id)]).remaining("tokens");
+        let headers = [("x-id", id), ("content-type", "application/json")];
+        let reply = gateway.client().request("POST", CHAT, &headers, body.to_string().as_bytes());
+        assert_eq!(reply.status, 200, "{body}");
+        let left = || gateway.client().get_with("/v1/models", &[("x-id", id)]).remaining("tokens");
+        eventually("the request is settled", || left() + 200 >= before);
+        before - reply.remaining("tokens")
+    };
+    let body = |model: Value| json!({"model": model, "max_tokens": 4000, "mock": {"input": 10, "output": 10}});
+    let mut expected = QUOTA;
+    for (model, cost) in [("small", 20), ("unlisted", 20)] {
+        for _ in 0..25 {
+            assert_eq!(post(&gateway, CHAT, &body(model.into())).status, 200);
+            expected -= cost;
+            assert_remaining(&gateway, expected, model);
+        }
+    }
+    assert!(reserved("a", &body("small".into())) < 200, "the output of the model is learned");
+    let mut several = body("small".into());
+    several["models"] = json!(["small", "fast-1"]);
+    let mut batch = body("small".into());
+    batch["n"] = 2.into();
+    for (id, what, body) in [
+        ("b", "another client", body("small".into())),
+        ("a", "another model", body("fast-1".into())),
+        ("a", "an alias of another model", body("quick".into())),
+        ("a", "a model without a weight", body("unlisted".into())),
+        ("a", "several models", several),
+    ] {
+        assert!(reserved(id, &body) >= 4000, "{what}: {body}");
+    }
+    assert!(reserved("a", &batch) < 200, "all choices together were short");
+}
+
+/// The APIs whose paths name the model: what the client sends, and what the upstream gets.
+#[test]
+fn aliases_of_models_are_replaced_in_paths() {
+    let provider = Provider::start();
+    let cost = "weights = { input = 0, output = 1 }, models.\"gpt*\" = { output = 10 }, models.\"m\" = { output = 10 }";
+    let aliases = "model_aliases = { fast = \"m\", \"big model\" = \"gpt/v1:0\" }\n";
+    let base = config("", provider.address, QUOTA, cost, "") + aliases;
+    let rewritten = "[[route]]\nname = \"g\"\npath = \"/g/{*rest}\"\nrewrite = \"/v1beta/models/{rest}\"\n\
+                     limits = [\"tokens\"]\nupstream = \"u\"\n";
+    let gateway = Gateway::start(&format!("{base}{rewritten}{aliases}"));
+    let gemini = json!({"generationConfig": {"maxOutputTokens": 100}, "mock": {"output": 7}});
+    let azure = json!({"model": "cheap", "max_tokens": 100, "mock": {"output": 7}});
+    let answer = json!({"output": {}, "usage": {"inputTokens": 10, "outputTokens": 7}}).to_string();
+    let bedrock = json!({"inferenceConfig": {"maxTokens": 100}, "mock": {"raw": answer}});
+    let mut expected = QUOTA;
+    for (sent, received, body) in [
+        ("/v1beta/models/fast:generateContent", "/v1beta/models/m:generateContent", &gemini),
+        (
+            "/v1beta/models/fa%73t:streamGenerateContent?alt=sse",
+            "/v1beta/models/m:streamGenerateContent?alt=sse",
+            &gemini,
+        ),
+        ("/v1beta//models/m:generateContent", "/v1beta/models/m:generateContent", &gemini),
+        (
+            "/v1/projects/p/publishers/google/models/fast:generateContent",
+            "/v1/projects/p/publishers/google/models/m:generateContent",
+            &gemini,
+        ),
+        ("/g/fast:streamGenerateContent?alt=sse", "/v1beta/models/m:streamGenerateContent?alt=sse", &gemini),
+        (
+            "/openai/deployments/big%20model/chat/completions",
+            "/openai/deployments/gpt%2Fv1%3A0/chat/completions",
+            &azure,
+        ),
+        ("/model/big%20model/converse", "/model/gpt%2Fv1%3A0/converse", &bedrock),
+    ] {
+        let reply = post(&gateway, sent, body);
+        assert_eq!((reply.status, expected - reply.remaining("tokens")), (200, 1000), "{sent}");
+        let seen = provider.seen.lock().unwrap().iter().rev().find(|seen| !seen.body.is_empty()).unwrap().clone();
+        assert_eq!(seen.target(), received, "{sent}");
+        expected -= 70;
+        assert_remaining(&gateway, expected, sent);
+    }
+    let models = || records(&gateway).iter().map(|record| record["model"].clone()).collect::<Vec<_>>();
+    eventually("the requests are logged", || models().len() == 7);
+    assert_eq!(models(), ["m", "m", "m", "m", "m", "gpt/v1:0", "gpt/v1:0"]);
+}
+
+/// A provider that answers with an error may bill the tokens that it has read or generated before.
+#[test]
+fn usage_of_a_response_that_a_fallback_replaces_is_charged() {
+    let usage = r#"{"error":{"message":"overloaded"},"usage":{"prompt_tokens":40,"completion_tokens":5}}"#;
+    let stream = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":40,\"completion_tokens\":5}}\n\n";
+    let compressed = "Content-Encoding: gzip\r\n";
+    let (billed, own, reserved) = (45, 28, QUOTA);
+    for (name, kind, text, more, status, refunds, charged) in [
+        ("both responses are charged", "application/json", usage, "", 200, "", billed + own),
+        ("a stream reports usage", "text/event-stream", stream, "", 200, "", billed + own),
+        ("an error without usage is free", "application/json", "{}", "", 200, "", own),
+        ("an error that is no JSON is free", "text/plain", usage, "", 200, "", own),
+        ("a compressed error is not read", "application/json", usage, compressed, 200, "", own),
+        ("the last error keeps the reservation", "application/json", usage, "", 503, "refund_on = [\"4xx\"]", reserved),
+        ("only the last error is refunded", "application/json", usage, "", 503, "", billed),
+        ("all is refunded", "application/json", "{}", "", 503, "", 0),
+    ] {
+        let response =
+            format!("HTTP/1.1 503 Error\r\nContent-Type: {kind}\r\n{more}Content-Length: {}\r\n\r\n{text}", text.len());
+        let first = Upstream::responding(move |_| response.clone().into_bytes());
+        let second = Provider::start();
+        let base = config("", second.address, QUOTA, "", refunds);
+        let route = "upstream = \"first\"\nretry_on = [\"5xx\"]\nretry_methods = [\"POST\"]\nfallback = [\"u\"]\n";
+        let first_upstream = format!("[upstream.first]\nservers = [\"{}\"]\n[[route]]", first.url());
+        let gateway = Gateway::start(&base.replace("upstream = \"u\"\n", route).replace("[[route]]", &first_upstream));
+        let mut body = json!({"max_tokens": 500, "mock": {"input": 21, "output": 7}});
+        if status != 200 {
+            body["mock"]["status"] = status.into();
+        }
+        let reply = post(&gateway, CHAT, &body);
+        assert_eq!((reply.status, first.count(), second.count()), (status, 1, 1), "{name}");
+        let input = (body.to_string().len() as u64).div_ceil(4);
+        let charged = if charged == reserved { input + 500 } else { charged };
+        assert_remaining(&gateway, QUOTA - charged, name);
+    }
+}
+
 /// An agent asks for much more output than it uses. The excess of a response is at most the difference.
 #[test]
 fn reserved_output_is_capped_and_the_excess_is_charged() {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::LazyLock;
 
 use memchr::{memchr, memchr2};
-use percent_encoding::percent_decode_str;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::payload::json::body::{
@@ -463,18 +463,39 @@ fn value_end(json: &[u8], start: usize) -> usize {
 /// Return the model in a canonical path. The paths of Gemini (`/v1beta/models/NAME:generateContent`), Bedrock
 /// (`/model/NAME/converse`) and Azure (`/openai/deployments/NAME/chat/completions`) contain it. Azure ignores case.
 pub fn model_in_path(path: &str) -> Option<Cow<'_, str>> {
-    let mut segments = path.split('/');
-    let kind = segments.find_map(|segment| {
-        let is = |kind: &&str| segment.eq_ignore_ascii_case(kind);
+    let name = percent_decode_str(&path[model_range(path)?]).decode_utf8_lossy();
+    (!name.is_empty() && name.len() <= MAX_MODEL).then_some(name)
+}
+
+/// Return a canonical path with another model, or `None` if the path contains no model.
+pub fn with_model_in_path(path: &str, model: &str) -> Option<String> {
+    let Range { start, end } = model_range(path)?;
+    Some(format!("{}{}{}", &path[..start], utf8_percent_encode(model, SEGMENT), &path[end..]))
+}
+
+/// The characters of a model that are percent-encoded in a path: all but the unreserved ones (RFC 3986 §2.3).
+const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+
+/// Return the position of the model in a canonical path.
+fn model_range(path: &str) -> Option<Range<usize>> {
+    let mut start = 0;
+    let mut segments = path.split('/').map(|segment| {
+        let range = start..start + segment.len();
+        start = range.end + 1;
+        range
+    });
+    let kind = segments.find_map(|range| {
+        let is = |kind: &&str| path[range.clone()].eq_ignore_ascii_case(kind);
         ["models", "tunedModels", "model", "deployments"].into_iter().find(is)
     })?;
-    let name = match kind {
-        "model" | "deployments" => segments.next().filter(|_| segments.next().is_some())?,
+    match kind {
+        "model" | "deployments" => segments.next().filter(|_| segments.next().is_some()),
         // `/models/cheap:x/v1/chat/completions` names no model for a server that reads only the end of the path.
-        _ => segments.next().filter(|_| segments.next().is_none())?.split_once(':')?.0,
-    };
-    let name = percent_decode_str(name).decode_utf8_lossy();
-    (!name.is_empty() && name.len() <= MAX_MODEL).then_some(name)
+        _ => {
+            let last = segments.next().filter(|_| segments.next().is_none())?;
+            Some(last.start..last.start + path[last].find(':')?)
+        }
+    }
 }
 
 /// The values that are collected while a body is read.
@@ -1416,6 +1437,9 @@ mod tests {
             ("/models/:x", None),
         ] {
             assert_eq!(model_in_path(path).as_deref(), expected, "{path}");
+            let renamed = with_model_in_path(path, "a/b:c-1.0");
+            let renamed = renamed.as_deref().filter(|_| expected.is_some());
+            assert_eq!(renamed.and_then(model_in_path).as_deref(), expected.map(|_| "a/b:c-1.0"), "{path}");
         }
     }
 

@@ -613,6 +613,11 @@ impl ModelWeights {
         !self.models.is_empty() || has_tiers(&self.default)
     }
 
+    /// Return whether the weights of a model are the default although those of other models are not.
+    pub fn is_unlisted(&self, model: Option<&str>) -> bool {
+        !self.models.is_empty() && model.and_then(|model| self.listed(model)).is_none()
+    }
+
     /// Return the weights of a model that matches a pattern.
     pub fn listed(&self, model: &str) -> Option<Weights> {
         if self.models.is_empty() {
