@@ -139,7 +139,7 @@ fn probe_fails_in_time_if_there_is_no_response() {
     let (code, line) = probe(&file, &[]);
     assert!(code == 1 && line.contains("gateway.toml cannot be read: No such file"), "{line}");
     for (admin, expected) in [
-        ("", "gateway.toml has no address in [admin]; name the gateway with --url"),
+        ("", "gateway.toml has no address in [admin]; name the gateway with --admin"),
         ("[admin]\naddress = \"127.0.0.1:${NO_PORT}\"\n", "gateway.toml has no address in [admin]"),
         ("[admin]\nsocket = \"admin.sock\"\n", "no gateway listens on the admin socket"),
         ("[admin]\nsocket = \"off\"\n", "gateway.toml has no address in [admin]"),
