@@ -160,6 +160,6 @@ fn probe_fails_in_time_if_there_is_no_response() {
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code() == Some(2) && text.contains(expected), "{text}");
     }
-    let (code, line) = probe(&config, &["--url", "localhost"]);
-    assert!(code == 1 && line.contains("--url must be a URL such as"), "{line}");
+    let (code, line) = probe(&config, &["--admin", "localhost"]);
+    assert!(code == 1 && line.contains("--admin must be a URL such as"), "{line}");
 }
