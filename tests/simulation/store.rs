@@ -621,7 +621,10 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
                 }
                 let (name, bucket) = parse_key(&key, state);
                 if usage.is_some() {
-                    let key = UsageKey::parse("rl", totals.next().expect("a key for each total")).expect("a total");
+                    let total = totals.next().expect("a key for each total");
+                    // The keys of a probe have a prefix of their own.
+                    let key = ["rl", "rl:~probe"].iter().find_map(|prefix| UsageKey::parse(prefix, total));
+                    let key = key.expect("a total");
                     assert_eq!((&*key.limit, key.identity), (&*name.0, name.1), "the total of the limit");
                 }
                 ReceivedCharge {
