@@ -1,7 +1,7 @@
--- Deletes states of one identity: those in the value of its key (see states.lua), and those with keys of their own.
+-- Deletes states of one identity: those in the value of its key (see states.lua), and those with separate keys.
 --
 -- KEYS[1]  Key of the identity.
--- KEYS[2…] Keys of the states that have keys of their own.
+-- KEYS[2…] Separate keys of the states.
 -- ARGV[1]  Ids of the states in the value: little-endian doubles.
 -- Reply    1 if a state was deleted, otherwise 0.
 local call, keys, ids, pack, unpack, sub = redis.call, KEYS, ARGV[1], struct.pack, struct.unpack, string.sub

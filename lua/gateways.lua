@@ -3,7 +3,7 @@
 -- KEYS[1]  A ZSET of the ids of the gateways. The score of an id is the time at which it expires, in microseconds.
 -- ARGV[1]  Id of the gateway. The ids of gateways that read the states of an identity from one key end with "/2".
 -- ARGV[2]  TTL of the entry in microseconds. 0 removes the entry.
--- Reply    The number of gateways, and the number of those that read only states with keys of their own.
+-- Reply    The number of gateways, and the number of those that read only separate keys.
 --
 -- The time is that of Redis, so the clocks of the gateways do not matter. An entry that expires later than a new one was
 -- written before the clock of Redis was set back. The script removes it, and its gateway adds it again.

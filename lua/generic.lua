@@ -31,7 +31,7 @@
 --                `f`  The key is that of an identity which no limit before has.
 --                `s`  The limit has no key: its identity is that of the limit before.
 --                `a`  The key is that of an identity which a limit before has, but not the one directly before.
---                `o`  The state has a key of its own, because it does not have three fields.
+--                `o`  The key is that of a state without three fields.
 --          `d`   Id of the state in the value of its identity.
 --          `d`   Cost.
 --          `d`, `d`, `d`, `c8`  Parameters a, b, c and d of the kind (see the algorithm files).
@@ -93,8 +93,8 @@
 -- state. A repair is necessary in two cases: the clock was set back, so that a stored time is in the future, or the
 -- rate of a token bucket was lowered.
 --
--- The states of the kinds B, F, K, W and X have three fields (see states.lua). The states of the other kinds have keys of
--- their own.
+-- The states of the kinds B, F, K, W and X have three fields (see states.lua). The states of the other kinds have
+-- separate keys.
 -- A state ends at the time from which it has the same effect as no state. Its slack is the time between its end and the
 -- time until which it is kept. The slack is at least half a second, so that no decision depends on the moment at which
 -- Redis deletes a key. A new state is kept for one second after its end (KEY_SLACK_MS). If the time until which the state
@@ -244,8 +244,9 @@ local function decide(key_offset)
       if kind ~= 'S' and kind ~= 'L' and kind ~= 'C' then
         if values[key] == nil then values[key] = call('GET', key) end
         check.value = values[key]
-        check.position, check.own_key, key_expires_at, field1, field2, field3 =
+        check.position, check.separate_key, key_expires_at, field1, field2, field3 =
           read_state(key, check.value, check.id, check.number)
+        check.exists = key_expires_at
         if type(check.position) == 'table' then return check.position end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
@@ -322,13 +323,10 @@ local function decide(key_offset)
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
       elseif check.ttl_ms then call('SET', check.key, change, 'PX', format('%d', check.ttl_ms))
       elseif check.kind == 'S' then call('DEL', check.key)
-      elseif layout == 'o' and not check.position then
-        write_own_state(own_key_of(check.key, check.number), check.own_key, kept_until, change)
-      elseif change or check.position then
+      else
         check.state = change and pack('<ddddd', check.id, kept_until, change[1], change[2], change[3])
-        if not change then check.kept_until = nil end
         changes[#changes + 1] = check
-      elseif check.own_key then call('DEL', check.own_key) end
+      end
     end
   end
   local failure = write_states(changes)

@@ -86,7 +86,7 @@ for group = 1, groups do
     local key, op, cost, status = keys[i], 'C', requested, 0
     local free, free_reset_us, reset_us = 0, nil, nil
     local ttl_us, new_field1, new_field2, new_field3
-    local key_expires_at, field1, field2, field3, failure, state_position, own_key
+    local key_expires_at, field1, field2, field3, failure, state_position, separate_key
     local value, value_expires_at, first_id = call('GET', key), 0, nil
     -- Most values have one state.
     if value and #value == HEADER_BYTES + STATE_BYTES then
@@ -94,7 +94,7 @@ for group = 1, groups do
       state_position = HEADER_BYTES + 1
     end
     if first_id ~= id then
-      state_position, own_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      state_position, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
       if type(state_position) == 'table' then failure = state_position
       elseif value then value_expires_at = unpack('<d', value) end
     end
@@ -145,14 +145,15 @@ for group = 1, groups do
           local result = extend(key, kept_until)
           failure = type(result) == 'table' and result
         end
-      elseif first_id == id or not value and not own_key then
+      elseif first_id == id or not value and not key_expires_at then
         local ttl_ms = ttl_of(kept_until)
         local new_value = pack('<dddddd', now + ttl_ms * 1000, id, kept_until, new_field1, new_field2, new_field3)
         local result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
         failure = result.err and result
       else
         failure = write_states({{
-          key = key, value = value, position = state_position, own_key = own_key, id = id, kept_until = kept_until,
+          key = key, value = value, position = state_position, separate_key = separate_key, exists = key_expires_at,
+          id = id, kept_until = kept_until,
           state = pack('<ddddd', id, kept_until, new_field1, new_field2, new_field3),
         }})
       end

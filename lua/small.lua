@@ -129,7 +129,7 @@ for _ = 1, groups do
     -- all have the same key.
     local is_in_order, kept_until, all_change, any_repair, is_in_place, is_new = false, 0, true, false, true, false
     --@each limit
-    local key_1, value_1, value_expires_at_1, position_1, own_key_1
+    local key_1, value_1, value_expires_at_1, position_1, separate_key_1
     local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
     local key_expires_at_1, field1_1, field2_1, field3_1, kept_until_1
     --@usage
@@ -171,12 +171,12 @@ for _ = 1, groups do
         end
         if other_id == id_1 then position_1, expected = expected, expected + STATE_BYTES
         else
-          position_1, own_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          position_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
           if type(position_1) == 'table' then failure = position_1 end
         end
         key_1, value_1, value_expires_at_1 = key, value, value_expires_at
-        if own_key_1 or not position_1 then is_in_place = false end
-        is_new = is_new and not value and not own_key_1
+        if not position_1 then is_in_place = false end
+        is_new = is_new and not value and not key_expires_at_1
       end
       --@end
     end
@@ -258,7 +258,8 @@ for _ = 1, groups do
       end
       if kept_until_1 and (admitted or status_1 ~= 0) then
         changes[#changes + 1] = {
-          key = key_1, value = value_1, position = position_1, own_key = own_key_1, id = id_1, kept_until = kept_until_1,
+          key = key_1, value = value_1, position = position_1, separate_key = separate_key_1, exists = key_expires_at_1,
+          id = id_1, kept_until = kept_until_1,
           state = pack('<ddddd', id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1),
         }
       end

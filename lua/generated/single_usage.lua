@@ -69,8 +69,8 @@ local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
 local offset_of, read_state, ttl_of, extend, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
-  local MAX_STATES, OWN_STATE_BYTES, IDENTITY_SUFFIX, concat = 16, 32, 'states', table.concat
-  local state_names, offsets = nil, {}
+  local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
+  local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
   -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
   -- assignments, so the texts are kept.
@@ -83,8 +83,8 @@ do
     return offset
   end
 
-  -- Return the name of the own key of a state. `number` is the number of the limit, counted over all groups.
-  local function name_key(key, number)
+  -- Return the separate key of a state. `number` is the number of the limit, counted over all groups.
+  local function separate_key_of(key, number)
     if not state_names then
       state_names = {}
       for name in string.gmatch(ARGV[2], '[^\n]+') do state_names[#state_names + 1] = name end
@@ -93,23 +93,22 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the position of the state in the value, or nil, its own key if it has one, the time until which it is
-  -- kept, and its fields. If the state cannot be read, return an error reply.
+  -- groups. Return the position of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
   function read_state(key, value, id, number)
     if value then
       if value.err then return value end
       if #value % STATE_BYTES ~= HEADER_BYTES then
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
-      for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-        local other, kept_until, field1, field2, field3 = unpack('<ddddd', value, position)
-        if other == id then return position, nil, kept_until, field1, field2, field3 end
-      end
+      local packed_id, at = pack('<d', id), HEADER_BYTES
+      repeat at = find(value, packed_id, at + 1, true) until not at or at % STATE_BYTES == HEADER_BYTES + 1
+      if at then return at, nil, unpack('<dddd', value, at + 8) end
     end
-    local own_key = name_key(key, number)
-    local state = call('GET', own_key)
-    if not state then return end
-    if #state == OWN_STATE_BYTES then return nil, own_key, unpack('<i8i8i8i8', state) end
+    local separate_key = separate_key_of(key, number)
+    local state = call('GET', separate_key)
+    if not state then return nil, separate_key end
+    if #state == SEPARATE_BYTES then return nil, separate_key, unpack('<i8i8i8i8', state) end
     return state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
   end
 
@@ -130,13 +129,23 @@ do
     return type(result) == 'table' and result or expires_at
   end
 
-  -- Write the value of an identity with changed states. `value` is the value before, or false. `changes` is a list of
-  -- tables with the fields `id`, `kept_until` and `state` (the numbers of the state). A state without `kept_until` is
-  -- removed. Return the reply of Redis.
+  -- Return whether a state can be added to a value. The value then has few states, or states that are no longer kept. Do
+  -- not look for those if the state has a separate key already.
+  local function has_room(value, has_separate_key)
+    if not value or #value < full_bytes then return true end
+    if has_separate_key then return false end
+    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+      local _, kept_until = unpack('<dd', value, position)
+      if kept_until <= now then return true end
+    end
+    return false
+  end
+
+  -- Write the value of an identity with changed states (see `write_states`). If the value is full, drop states that are no
+  -- longer kept. Return the reply of Redis.
   local function rewrite(key, value, changes)
     value = value or ''
     local by_id, states, kept_until = {}, {}, 0
-    local is_full = #value >= HEADER_BYTES + MAX_STATES * STATE_BYTES
     for i = 1, #changes do by_id[changes[i].id] = changes[i] end
     local function add(state, time)
       states[#states + 1] = state
@@ -148,7 +157,9 @@ do
       if change then
         by_id[id] = nil
         if change.kept_until then add(change.state, change.kept_until) end
-      elseif not is_full or time > now then add(byte_range(value, position, position + STATE_BYTES - 1), time) end
+      elseif #value < full_bytes or time > now then
+        add(byte_range(value, position, position + STATE_BYTES - 1), time)
+      end
     end
     for i = 1, #changes do
       local change = changes[i]
@@ -159,32 +170,48 @@ do
     return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
   end
 
+  -- Write a changed state to its separate key, or delete the key. Return the reply of Redis.
+  local function write_separately(change)
+    if not change.kept_until then return call('DEL', change.separate_key) end
+    local _, kept_until, field1, field2, field3 = unpack('<ddddd', change.state)
+    local ttl_ms = ceil((kept_until - now) / 1000)
+    return call('SET', change.separate_key, pack('<i8i8i8i8', kept_until, field1, field2, field3), 'PX',
+      format('%d', ttl_ms))
+  end
 
-  -- Write changed states, each of which has the additional fields `key`, `value`, `position` and `own_key` (see
-  -- `read_state`). Return an error reply, or nothing.
+  -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
+  -- `position` (the position of the state in the value, or nil), `separate_key` (if the state is not in the value),
+  -- `exists` (whether the separate key exists), `id`, `kept_until` and `state` (the numbers of the state). A state without
+  -- `kept_until` is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
       local key, value = changes[i].key, changes[i].value
       if not written[key] then
         written[key] = true
-        local in_place, kept_until, of_key, result = true, 0, {}, nil
+        local in_place, kept_until, of_value, result = true, 0, {}, nil
         for j = i, #changes do
           local change = changes[j]
           if change.key == key then
-            of_key[#of_key + 1] = change
-            if not (change.position and change.kept_until) then in_place = false
-            elseif change.kept_until > kept_until then kept_until = change.kept_until end
+            if not change.position
+              and not (change.kept_until and layout == 'i' and has_room(value, change.exists)) then
+              result = write_separately(change)
+              if type(result) == 'table' and result.err then return result end
+            else
+              of_value[#of_value + 1] = change
+              if not (change.position and change.kept_until) then in_place = false
+              elseif change.kept_until > kept_until then kept_until = change.kept_until end
+            end
           end
         end
-        if not in_place then result = rewrite(key, value, of_key) end
-        for j = 1, #of_key do
-          local change = of_key[j]
+        if not in_place then result = rewrite(key, value, of_value) end
+        for j = 1, #of_value do
+          local change = of_value[j]
           if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
           if type(result) == 'table' and result.err then return result end
-          if change.own_key then call('DEL', change.own_key) end
+          if change.separate_key and change.exists then call('DEL', change.separate_key) end
         end
-        if in_place and kept_until > unpack('<d', value) then
+        if in_place and value and kept_until > unpack('<d', value) then
           result = extend(key, kept_until)
           if type(result) == 'table' then return result end
         end
@@ -203,7 +230,7 @@ for group = 1, groups do
     local key, op, cost, status = keys[i], 'C', requested, 0
     local free, free_reset_us, reset_us = 0, nil, nil
     local ttl_us, new_field1, new_field2, new_field3
-    local key_expires_at, field1, field2, field3, failure, state_position, own_key
+    local key_expires_at, field1, field2, field3, failure, state_position, separate_key
     local value, value_expires_at, first_id = call('GET', key), 0, nil
     -- Most values have one state.
     if value and #value == HEADER_BYTES + STATE_BYTES then
@@ -211,7 +238,7 @@ for group = 1, groups do
       state_position = HEADER_BYTES + 1
     end
     if first_id ~= id then
-      state_position, own_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      state_position, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
       if type(state_position) == 'table' then failure = state_position
       elseif value then value_expires_at = unpack('<d', value) end
     end
@@ -387,14 +414,15 @@ for group = 1, groups do
           local result = extend(key, kept_until)
           failure = type(result) == 'table' and result
         end
-      elseif first_id == id or not value and not own_key then
+      elseif first_id == id or not value and not key_expires_at then
         local ttl_ms = ttl_of(kept_until)
         local new_value = pack('<dddddd', now + ttl_ms * 1000, id, kept_until, new_field1, new_field2, new_field3)
         local result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
         failure = result.err and result
       else
         failure = write_states({{
-          key = key, value = value, position = state_position, own_key = own_key, id = id, kept_until = kept_until,
+          key = key, value = value, position = state_position, separate_key = separate_key, exists = key_expires_at,
+          id = id, kept_until = kept_until,
           state = pack('<ddddd', id, kept_until, new_field1, new_field2, new_field3),
         }})
       end

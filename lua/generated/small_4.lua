@@ -104,8 +104,8 @@ local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
 local offset_of, read_state, ttl_of, extend, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
-  local MAX_STATES, OWN_STATE_BYTES, IDENTITY_SUFFIX, concat = 16, 32, 'states', table.concat
-  local state_names, offsets = nil, {}
+  local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
+  local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
   -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
   -- assignments, so the texts are kept.
@@ -118,8 +118,8 @@ do
     return offset
   end
 
-  -- Return the name of the own key of a state. `number` is the number of the limit, counted over all groups.
-  local function name_key(key, number)
+  -- Return the separate key of a state. `number` is the number of the limit, counted over all groups.
+  local function separate_key_of(key, number)
     if not state_names then
       state_names = {}
       for name in string.gmatch(ARGV[2], '[^\n]+') do state_names[#state_names + 1] = name end
@@ -128,23 +128,22 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the position of the state in the value, or nil, its own key if it has one, the time until which it is
-  -- kept, and its fields. If the state cannot be read, return an error reply.
+  -- groups. Return the position of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
   function read_state(key, value, id, number)
     if value then
       if value.err then return value end
       if #value % STATE_BYTES ~= HEADER_BYTES then
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
-      for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-        local other, kept_until, field1, field2, field3 = unpack('<ddddd', value, position)
-        if other == id then return position, nil, kept_until, field1, field2, field3 end
-      end
+      local packed_id, at = pack('<d', id), HEADER_BYTES
+      repeat at = find(value, packed_id, at + 1, true) until not at or at % STATE_BYTES == HEADER_BYTES + 1
+      if at then return at, nil, unpack('<dddd', value, at + 8) end
     end
-    local own_key = name_key(key, number)
-    local state = call('GET', own_key)
-    if not state then return end
-    if #state == OWN_STATE_BYTES then return nil, own_key, unpack('<i8i8i8i8', state) end
+    local separate_key = separate_key_of(key, number)
+    local state = call('GET', separate_key)
+    if not state then return nil, separate_key end
+    if #state == SEPARATE_BYTES then return nil, separate_key, unpack('<i8i8i8i8', state) end
     return state.err and state or redis.error_reply('WRONGTYPE the key does not hold the state of a limit')
   end
 
@@ -165,13 +164,23 @@ do
     return type(result) == 'table' and result or expires_at
   end
 
-  -- Write the value of an identity with changed states. `value` is the value before, or false. `changes` is a list of
-  -- tables with the fields `id`, `kept_until` and `state` (the numbers of the state). A state without `kept_until` is
-  -- removed. Return the reply of Redis.
+  -- Return whether a state can be added to a value. The value then has few states, or states that are no longer kept. Do
+  -- not look for those if the state has a separate key already.
+  local function has_room(value, has_separate_key)
+    if not value or #value < full_bytes then return true end
+    if has_separate_key then return false end
+    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
+      local _, kept_until = unpack('<dd', value, position)
+      if kept_until <= now then return true end
+    end
+    return false
+  end
+
+  -- Write the value of an identity with changed states (see `write_states`). If the value is full, drop states that are no
+  -- longer kept. Return the reply of Redis.
   local function rewrite(key, value, changes)
     value = value or ''
     local by_id, states, kept_until = {}, {}, 0
-    local is_full = #value >= HEADER_BYTES + MAX_STATES * STATE_BYTES
     for i = 1, #changes do by_id[changes[i].id] = changes[i] end
     local function add(state, time)
       states[#states + 1] = state
@@ -183,7 +192,9 @@ do
       if change then
         by_id[id] = nil
         if change.kept_until then add(change.state, change.kept_until) end
-      elseif not is_full or time > now then add(byte_range(value, position, position + STATE_BYTES - 1), time) end
+      elseif #value < full_bytes or time > now then
+        add(byte_range(value, position, position + STATE_BYTES - 1), time)
+      end
     end
     for i = 1, #changes do
       local change = changes[i]
@@ -194,32 +205,48 @@ do
     return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
   end
 
+  -- Write a changed state to its separate key, or delete the key. Return the reply of Redis.
+  local function write_separately(change)
+    if not change.kept_until then return call('DEL', change.separate_key) end
+    local _, kept_until, field1, field2, field3 = unpack('<ddddd', change.state)
+    local ttl_ms = ceil((kept_until - now) / 1000)
+    return call('SET', change.separate_key, pack('<i8i8i8i8', kept_until, field1, field2, field3), 'PX',
+      format('%d', ttl_ms))
+  end
 
-  -- Write changed states, each of which has the additional fields `key`, `value`, `position` and `own_key` (see
-  -- `read_state`). Return an error reply, or nothing.
+  -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
+  -- `position` (the position of the state in the value, or nil), `separate_key` (if the state is not in the value),
+  -- `exists` (whether the separate key exists), `id`, `kept_until` and `state` (the numbers of the state). A state without
+  -- `kept_until` is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
       local key, value = changes[i].key, changes[i].value
       if not written[key] then
         written[key] = true
-        local in_place, kept_until, of_key, result = true, 0, {}, nil
+        local in_place, kept_until, of_value, result = true, 0, {}, nil
         for j = i, #changes do
           local change = changes[j]
           if change.key == key then
-            of_key[#of_key + 1] = change
-            if not (change.position and change.kept_until) then in_place = false
-            elseif change.kept_until > kept_until then kept_until = change.kept_until end
+            if not change.position
+              and not (change.kept_until and layout == 'i' and has_room(value, change.exists)) then
+              result = write_separately(change)
+              if type(result) == 'table' and result.err then return result end
+            else
+              of_value[#of_value + 1] = change
+              if not (change.position and change.kept_until) then in_place = false
+              elseif change.kept_until > kept_until then kept_until = change.kept_until end
+            end
           end
         end
-        if not in_place then result = rewrite(key, value, of_key) end
-        for j = 1, #of_key do
-          local change = of_key[j]
+        if not in_place then result = rewrite(key, value, of_value) end
+        for j = 1, #of_value do
+          local change = of_value[j]
           if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
           if type(result) == 'table' and result.err then return result end
-          if change.own_key then call('DEL', change.own_key) end
+          if change.separate_key and change.exists then call('DEL', change.separate_key) end
         end
-        if in_place and kept_until > unpack('<d', value) then
+        if in_place and value and kept_until > unpack('<d', value) then
           result = extend(key, kept_until)
           if type(result) == 'table' then return result end
         end
@@ -269,16 +296,16 @@ for _ = 1, groups do
     -- although its limit denies. `is_in_place`: whether all states have a position. `is_new`: whether no state exists, and
     -- all have the same key.
     local is_in_order, kept_until, all_change, any_repair, is_in_place, is_new = false, 0, true, false, true, false
-    local key_1, value_1, value_expires_at_1, position_1, own_key_1
+    local key_1, value_1, value_expires_at_1, position_1, separate_key_1
     local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
     local key_expires_at_1, field1_1, field2_1, field3_1, kept_until_1
-    local key_2, value_2, value_expires_at_2, position_2, own_key_2
+    local key_2, value_2, value_expires_at_2, position_2, separate_key_2
     local status_2, ttl_us_2, new_field1_2, new_field2_2, new_field3_2
     local key_expires_at_2, field1_2, field2_2, field3_2, kept_until_2
-    local key_3, value_3, value_expires_at_3, position_3, own_key_3
+    local key_3, value_3, value_expires_at_3, position_3, separate_key_3
     local status_3, ttl_us_3, new_field1_3, new_field2_3, new_field3_3
     local key_expires_at_3, field1_3, field2_3, field3_3, kept_until_3
-    local key_4, value_4, value_expires_at_4, position_4, own_key_4
+    local key_4, value_4, value_expires_at_4, position_4, separate_key_4
     local status_4, ttl_us_4, new_field1_4, new_field2_4, new_field3_4
     local key_expires_at_4, field1_4, field2_4, field3_4, kept_until_4
     if value and #value == value_bytes then
@@ -317,12 +344,12 @@ for _ = 1, groups do
         end
         if other_id == id_1 then position_1, expected = expected, expected + STATE_BYTES
         else
-          position_1, own_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          position_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
           if type(position_1) == 'table' then failure = position_1 end
         end
         key_1, value_1, value_expires_at_1 = key, value, value_expires_at
-        if own_key_1 or not position_1 then is_in_place = false end
-        is_new = is_new and not value and not own_key_1
+        if not position_1 then is_in_place = false end
+        is_new = is_new and not value and not key_expires_at_1
       end
       if kind_2 and not failure then
         number, other_id = number + 1, nil
@@ -342,12 +369,12 @@ for _ = 1, groups do
         end
         if other_id == id_2 then position_2, expected = expected, expected + STATE_BYTES
         else
-          position_2, own_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number)
+          position_2, separate_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number)
           if type(position_2) == 'table' then failure = position_2 end
         end
         key_2, value_2, value_expires_at_2 = key, value, value_expires_at
-        if own_key_2 or not position_2 then is_in_place = false end
-        is_new = is_new and not value and not own_key_2
+        if not position_2 then is_in_place = false end
+        is_new = is_new and not value and not key_expires_at_2
       end
       if kind_3 and not failure then
         number, other_id = number + 1, nil
@@ -367,12 +394,12 @@ for _ = 1, groups do
         end
         if other_id == id_3 then position_3, expected = expected, expected + STATE_BYTES
         else
-          position_3, own_key_3, key_expires_at_3, field1_3, field2_3, field3_3 = read_state(key, value, id_3, number)
+          position_3, separate_key_3, key_expires_at_3, field1_3, field2_3, field3_3 = read_state(key, value, id_3, number)
           if type(position_3) == 'table' then failure = position_3 end
         end
         key_3, value_3, value_expires_at_3 = key, value, value_expires_at
-        if own_key_3 or not position_3 then is_in_place = false end
-        is_new = is_new and not value and not own_key_3
+        if not position_3 then is_in_place = false end
+        is_new = is_new and not value and not key_expires_at_3
       end
       if kind_4 and not failure then
         number, other_id = number + 1, nil
@@ -392,12 +419,12 @@ for _ = 1, groups do
         end
         if other_id == id_4 then position_4, expected = expected, expected + STATE_BYTES
         else
-          position_4, own_key_4, key_expires_at_4, field1_4, field2_4, field3_4 = read_state(key, value, id_4, number)
+          position_4, separate_key_4, key_expires_at_4, field1_4, field2_4, field3_4 = read_state(key, value, id_4, number)
           if type(position_4) == 'table' then failure = position_4 end
         end
         key_4, value_4, value_expires_at_4 = key, value, value_expires_at
-        if own_key_4 or not position_4 then is_in_place = false end
-        is_new = is_new and not value and not own_key_4
+        if not position_4 then is_in_place = false end
+        is_new = is_new and not value and not key_expires_at_4
       end
     end
     if kind_1 then
@@ -1043,7 +1070,8 @@ for _ = 1, groups do
       end
       if kept_until_1 and (admitted or status_1 ~= 0) then
         changes[#changes + 1] = {
-          key = key_1, value = value_1, position = position_1, own_key = own_key_1, id = id_1, kept_until = kept_until_1,
+          key = key_1, value = value_1, position = position_1, separate_key = separate_key_1, exists = key_expires_at_1,
+          id = id_1, kept_until = kept_until_1,
           state = pack('<ddddd', id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1),
         }
       end
@@ -1053,7 +1081,8 @@ for _ = 1, groups do
       end
       if kept_until_2 and (admitted or status_2 ~= 0) then
         changes[#changes + 1] = {
-          key = key_2, value = value_2, position = position_2, own_key = own_key_2, id = id_2, kept_until = kept_until_2,
+          key = key_2, value = value_2, position = position_2, separate_key = separate_key_2, exists = key_expires_at_2,
+          id = id_2, kept_until = kept_until_2,
           state = pack('<ddddd', id_2, kept_until_2, new_field1_2, new_field2_2, new_field3_2),
         }
       end
@@ -1063,7 +1092,8 @@ for _ = 1, groups do
       end
       if kept_until_3 and (admitted or status_3 ~= 0) then
         changes[#changes + 1] = {
-          key = key_3, value = value_3, position = position_3, own_key = own_key_3, id = id_3, kept_until = kept_until_3,
+          key = key_3, value = value_3, position = position_3, separate_key = separate_key_3, exists = key_expires_at_3,
+          id = id_3, kept_until = kept_until_3,
           state = pack('<ddddd', id_3, kept_until_3, new_field1_3, new_field2_3, new_field3_3),
         }
       end
@@ -1073,7 +1103,8 @@ for _ = 1, groups do
       end
       if kept_until_4 and (admitted or status_4 ~= 0) then
         changes[#changes + 1] = {
-          key = key_4, value = value_4, position = position_4, own_key = own_key_4, id = id_4, kept_until = kept_until_4,
+          key = key_4, value = value_4, position = position_4, separate_key = separate_key_4, exists = key_expires_at_4,
+          id = id_4, kept_until = kept_until_4,
           state = pack('<ddddd', id_4, kept_until_4, new_field1_4, new_field2_4, new_field3_4),
         }
       end

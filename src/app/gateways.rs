@@ -50,16 +50,14 @@ struct Counter {
 }
 
 impl Counter {
-    /// Count the gateways once. If all of them read states from the keys of identities, write states there.
+    /// Count the gateways once. As long as one of them reads only separate keys, write states there.
     async fn count(&mut self) {
         match SharedData(&self.store).count_gateways(&self.id, ENTRY_TTL).await {
             Ok((count, older)) => {
                 let count = self.steady.add(count, monotonic());
                 let store = &self.state.config_handle.active().config.store;
                 store.gateways.set_counted(count);
-                if older == 0 {
-                    self.store.layout().share_keys();
-                }
+                self.store.layout().set_separate_keys(older > 0);
             }
             Err(error) => {
                 self.steady.interrupt();

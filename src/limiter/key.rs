@@ -147,7 +147,7 @@ impl Key<'_> {
         self.state_name.limit_hash
     }
 
-    /// Append `<prefix>:{<identity hash>}:<limit>:<shape>`, the key of a state that has a key of its own.
+    /// Append `<prefix>:{<identity hash>}:<limit>:<shape>`, the separate key of a state.
     pub fn write(&self, prefix: &str, out: &mut Vec<u8>) {
         write_key(prefix, self.identity, &self.state_name.name, out);
     }

@@ -50,30 +50,30 @@ pub struct RedisSettings {
 /// Where the scripts write states with three fields (see `lua/states.lua`). They find a state in either place.
 #[derive(Debug)]
 pub struct StateLayout {
-    has_own_keys: AtomicBool,
+    has_separate_keys: AtomicBool,
 }
 
 impl StateLayout {
-    /// Every state has a key of its own, which earlier versions can read.
-    pub fn own_keys() -> Self {
-        StateLayout { has_own_keys: AtomicBool::new(true) }
+    /// Every state has a separate key, which earlier versions can read.
+    pub fn separate_keys() -> Self {
+        StateLayout { has_separate_keys: AtomicBool::new(true) }
     }
 
-    /// Return whether every state has a key of its own.
-    pub fn has_own_keys(&self) -> bool {
-        self.has_own_keys.load(Ordering::Relaxed)
+    /// Return whether every state has a separate key.
+    pub fn has_separate_keys(&self) -> bool {
+        self.has_separate_keys.load(Ordering::Relaxed)
     }
 
-    /// From now on, write all states of an identity to one key.
-    pub fn share_keys(&self) {
-        self.has_own_keys.store(false, Ordering::Relaxed);
+    /// From now on, write states to separate keys, or all states of an identity to one key.
+    pub fn set_separate_keys(&self, separate: bool) {
+        self.has_separate_keys.store(separate, Ordering::Relaxed);
     }
 }
 
 impl Default for StateLayout {
     /// All states of an identity are in the value of one key.
     fn default() -> Self {
-        StateLayout { has_own_keys: AtomicBool::new(false) }
+        StateLayout { has_separate_keys: AtomicBool::new(false) }
     }
 }
 

@@ -89,7 +89,7 @@ impl SharedData<'_> {
     }
 
     /// Count this gateway until `ttl` has passed, or no longer if `ttl` is zero. Return the number of gateways that share
-    /// the store, and the number of those of a version that reads only states with keys of their own.
+    /// the store, and the number of those of a version that reads only separate keys.
     ///
     /// # Errors
     /// See [`StoreError`].

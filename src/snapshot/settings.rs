@@ -715,7 +715,7 @@ pub(super) fn store(
             let algorithms = AlgorithmSet::for_rules(limits.map(|limit| &limit.default_variant.rule));
             let algorithms = algorithms.with_usage(counts_usage);
             // Until all gateways that share the store are counted, states are written where every version reads them.
-            let layout = Arc::new(StateLayout::own_keys());
+            let layout = Arc::new(StateLayout::separate_keys());
             let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, layout, ..defaults };
             settings.redis = Some((servers, redis));
         }

@@ -89,7 +89,7 @@ fn gateways_without_the_permission_use_the_configured_number() {
     assert_eq!(admitted(&gateway), 10);
 }
 
-/// A gateway of an earlier version finds only states with keys of their own.
+/// A gateway of an earlier version finds only states with separate keys.
 #[test]
 fn states_move_to_the_key_of_their_identity_after_the_last_gateway_of_an_earlier_version() {
     let redis = Redis::start();

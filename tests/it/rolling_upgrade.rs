@@ -42,7 +42,7 @@ const WHAT_TO_DO: &str = "gateways of both versions share one Redis while an upg
      docs/reference/compatibility.md";
 
 /// The places where this build writes states.
-const LAYOUTS: [fn() -> StateLayout; 2] = [StateLayout::own_keys, StateLayout::default];
+const LAYOUTS: [fn() -> StateLayout; 2] = [StateLayout::separate_keys, StateLayout::default];
 
 /// A Redis server, the stores of this build, and the scripts of the release.
 struct Upgrade {
@@ -173,7 +173,7 @@ fn states_of_the_last_release_are_read() {
 #[test]
 fn gateways_that_write_states_to_different_keys_alternate_exactly() {
     for case in comparable(&Fixtures::find()) {
-        let upgrade = Upgrade::new(Fixtures::find(), StateLayout::own_keys());
+        let upgrade = Upgrade::new(Fixtures::find(), StateLayout::separate_keys());
         let others = store_with_layout(&upgrade.server, PREFIX, upgrade.stores.clock.clone(), StateLayout::default());
         case.before.iter().for_each(|recorded| upgrade.model(recorded, &limits(&case, recorded)));
         write_states(&mut upgrade.server.connection(), &case.states);
@@ -195,7 +195,7 @@ fn gateways_of_two_versions_alternate_exactly() {
         // The release and this build make the calls in turn. The second round swaps them, so that each call is made by
         // both.
         for first_is_old in [true, false] {
-            let upgrade = Upgrade::new(Fixtures::find(), StateLayout::own_keys());
+            let upgrade = Upgrade::new(Fixtures::find(), StateLayout::separate_keys());
             let mut is_old = first_is_old;
             for recorded in case.before.iter().chain(&case.after) {
                 let limits = limits(&case, recorded);
@@ -215,7 +215,7 @@ fn gateways_of_two_versions_alternate_exactly() {
 #[test]
 fn last_release_reads_states_of_this_build() {
     for case in comparable(&Fixtures::find()) {
-        let upgrade = Upgrade::new(Fixtures::find(), StateLayout::own_keys());
+        let upgrade = Upgrade::new(Fixtures::find(), StateLayout::separate_keys());
         for recorded in &case.before {
             upgrade.new_build(recorded, &limits(&case, recorded));
             upgrade.keep_keys();

@@ -114,7 +114,7 @@ impl ScriptVariant {
     fn compose(self, algorithms: AlgorithmSet) -> String {
         let keeps = |block| match block {
             Block::Usage => algorithms.counts_usage(),
-            Block::Outcome | Block::OwnKeys => self == ScriptVariant::Generic,
+            Block::Outcome => self == ScriptVariant::Generic,
             Block::Free => matches!(self, ScriptVariant::Single | ScriptVariant::Small(..2)),
         };
         let (driver, repeats) = match self {
@@ -177,13 +177,11 @@ enum Block {
     Outcome,
     /// The remaining tokens, which decide how many tokens [`Operation::TakeUpTo`] takes: only with the single driver.
     Free,
-    /// Writing states to keys of their own: only with the generic driver.
-    OwnKeys,
 }
 
 impl Block {
-    const ALL: [(Block, &'static str); 4] =
-        [(Block::Usage, "usage"), (Block::Outcome, "outcome"), (Block::Free, "free"), (Block::OwnKeys, "own_keys")];
+    const ALL: [(Block, &'static str); 3] =
+        [(Block::Usage, "usage"), (Block::Outcome, "outcome"), (Block::Free, "free")];
 
     /// Return the block of a marker, and whether the marker begins the block.
     fn of_marker(line: &str) -> Option<(Block, bool)> {
@@ -358,7 +356,7 @@ type StateNumbers = [[u8; NUMBER_BYTES]; 4];
 /// Where the state of a limit is. The key of the limit, if it has one, is in `KEYS`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StatePlace {
-    /// In a key of its own, because the state does not have three fields.
+    /// In a separate key, because the state does not have three fields.
     Own,
     /// In the value of an identity that no limit before it has.
     First,
@@ -526,10 +524,10 @@ impl LimitArgs {
     }
 }
 
-/// Return the variant that supports these requests and needs the least CPU time. Only the generic driver writes states to
-/// keys of their own.
+/// Return the variant that supports these requests and needs the least CPU time. Only the generic driver supports the
+/// layout with separate keys.
 pub fn script_variant(layout: &StateLayout, operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
-    let is_plain = !layout.has_own_keys()
+    let is_plain = !layout.has_separate_keys()
         && limits.iter().all(|limit| {
             limit.mode == ChargeMode::Enforced && limit.kind.has_small_state() && limit.place != StatePlace::Again
         });
@@ -545,7 +543,7 @@ pub fn script_variant(layout: &StateLayout, operation: Operation, limits: &[Limi
 pub fn start_argument(now_us: u64, layout: &StateLayout, groups: usize, limits: usize) -> Vec<u8> {
     let mut argument = Vec::with_capacity(NUMBER_BYTES + 1 + GROUP_BYTES * groups + LIMIT_BYTES * limits);
     argument.extend(encode_number(now_us));
-    argument.push(if layout.has_own_keys() { b'o' } else { b'i' });
+    argument.push(if layout.has_separate_keys() { b'o' } else { b'i' });
     argument
 }
 
