@@ -36,31 +36,38 @@ window_end = window_end or start + window
 --@free
 free = limit - count
 --@end free
---@outcome
+--@generic
 local idle_reset_us = kind == 'X' and 0 or window_end - now
 free, free_reset_us = limit - count, count == 0 and idle_reset_us or window_end - now
---@end outcome
+--@end generic
 
 local charged = count + cost
+--@generic
 if op == 'R' then
   -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
   charged = charged_at >= start and charged_at < window_end and count - cost or count
   if charged < 0 then charged = 0 end
 end
+--@end generic
 if charged > limit and (op == 'C' or op == 'P') then
   status = 1
-  --@outcome
+  --@generic
   remaining, reset_us = free, free_reset_us
   if cost > limit then status, retry_us = 2, -1 else retry_us = window_end - now end
-  --@end outcome
+  --@end generic
   if clock_went_back and count > 0 then
     ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
   end
 else
   if charged > MAX_STATE then charged = MAX_STATE end
   ttl_us = false
-  if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, charged, 0 end
-  --@outcome
+  if charged > 0 then
+    ttl_us = window_end - now
+    new_field1 = start
+    new_field2 = charged
+    new_field3 = 0
+  end
+  --@generic
   remaining, reset_us = limit - charged, ttl_us or idle_reset_us
-  --@end outcome
+  --@end generic
 end

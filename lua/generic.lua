@@ -46,8 +46,11 @@
 --          cost charged on this day, less refunds.
 --          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
 --          writes nothing.
--- Reply    A binary string with the current time (`d`) and a letter. After the letter `o`, five values (`d`) follow for
---          each limit of each request: granted, status, remaining, reset_us and retry_us.
+-- Reply    An array. Its first element is a binary string with the current time (`d`) and a letter. Then each request has an
+--          element: a binary string, or its error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an error of
+--          Redis.
+--          With the letter `o`, the string has five values (`d`) for each limit of the request: granted, status,
+--          remaining, reset_us and retry_us.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
 --          tokens that were taken.
 --          Status has one of these values:
@@ -56,21 +59,14 @@
 --          `2`  The cost exceeds the limit, so the charge can never fit. Retry_us is -1.
 --          `3`  No permit is free. Enough permits expire after retry_us, but requests may release them earlier.
 --          If the request is denied, remaining and reset_us are the values without the charge of the request.
---          If at least one request fails, the reply is an array. Its first element is the binary string, in which
---          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
---          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
---          error of Redis.
---          The drivers of single.lua and small.lua reply with the letter `s` and the states before the request. The
---          gateway computes the outcomes from these states, with the same algorithms in Rust. For each request, one
---          letter follows:
---          `a`, `d`  Admitted or denied. The value of the identity follows, which consists of the states of the limits
---                    in their order.
---          `m`, `n`  Admitted or denied. Four numbers (`d`) follow for each limit: the time until which the state is
---                    kept, and its fields. If there is no state, they are 0.
---          `e`       Error. Nothing follows.
+--          The drivers of single.lua and small.lua reply with the letter `s`. The string has the states before the
+--          request, from which the gateway computes the outcomes with the same algorithms in Rust. It is the value of
+--          the identity if that consists of the states of the limits in their order. Otherwise, it has four numbers
+--          (`d`) for each limit: the time until which the state is kept, and its fields. They are 0 if there is no
+--          state. If the request is denied, the number 0 precedes its string.
 -- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
 -- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals. In the algorithms,
--- the blocks `outcome` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
+-- the blocks `generic` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
 -- If arguments and replies were text, a call would need 10 % more CPU time in Redis. The gateway would need 3,000 more
 -- instructions per limit to parse the reply.
 --
@@ -206,13 +202,12 @@ if now == 0 then
 end
 
 --@states
-local replies, failures = {pack('<dc1', now, 'o')}, nil
+local replies = {pack('<dc1', now, 'o')}
 local operation, charged_at, checks
 --@usage
 local usages
 --@end usage
--- Perform the request whose first key has the index `key_offset` + 1. Append its outcomes to the replies. Return an error
--- reply, or nothing.
+-- Perform the request whose first key has the index `key_offset` + 1. Return its outcomes, or an error reply.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
   --@usage
@@ -244,10 +239,10 @@ local function decide(key_offset)
       if kind ~= 'S' and kind ~= 'L' and kind ~= 'C' then
         if values[key] == nil then values[key] = call('GET', key) end
         check.value = values[key]
-        check.position, check.separate_key, key_expires_at, field1, field2, field3 =
+        check.index, check.separate_key, key_expires_at, field1, field2, field3 =
           read_state(key, check.value, check.id, check.number)
         check.exists = key_expires_at
-        if type(check.position) == 'table' then return check.position end
+        if type(check.index) == 'table' then return check.index end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
       -- one token remains.
@@ -265,8 +260,9 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is a function that writes the new state, or the new state. The value false means that the new state is
-      -- empty, and nil means that the state does not change. `kept_until` is the time until which the new state is kept.
+      -- `change` is a function that writes the new state, the new state as text, or true if the new state has fields. The
+      -- value false means that the new state is empty, and nil means that the state does not change. `kept_until` is the
+      -- time until which the new state is kept.
       -- If the new state has no fields, `ttl_ms` is the TTL of its key.
       local change, ttl_ms, kept_until = commit, nil, nil
       if new_state then change, ttl_ms = new_state, ceil(ttl_us / 1000) + KEY_SLACK_MS
@@ -274,7 +270,7 @@ local function decide(key_offset)
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
         kept_until = slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US and key_expires_at
           or now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
-        change = {new_field1, new_field2, new_field3}
+        change, check.field1, check.field2, check.field3 = true, new_field1, new_field2, new_field3
       elseif ttl_us == false then change = false end
       check.status, check.remaining, check.reset_us, check.retry_us = status, remaining, reset_us, retry_us
       check.free, check.free_reset_us = free, free_reset_us
@@ -314,7 +310,7 @@ local function decide(key_offset)
   local changes = {}
   for i = 1, #checks do
     local check = checks[i]
-    local change, kept_until = check.change, check.kept_until
+    local change = check.change
     -- Remove a state only for refunds. If another operation results in an empty state, the stored state already had no
     -- effect.
     if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) and (change or operation == 'R') then
@@ -323,23 +319,21 @@ local function decide(key_offset)
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
       elseif check.ttl_ms then call('SET', check.key, change, 'PX', format('%d', check.ttl_ms))
       elseif check.kind == 'S' then call('DEL', check.key)
-      else
-        check.state = change and pack('<ddddd', check.id, kept_until, change[1], change[2], change[3])
-        changes[#changes + 1] = check
-      end
+      else changes[#changes + 1] = check end
     end
   end
   local failure = write_states(changes)
   if failure then return failure end
+  local outcomes = {}
   for i = 1, #checks do
     local check = checks[i]
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
-    replies[#replies + 1] =
-      pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
+    outcomes[i] = pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
   end
+  return table.concat(outcomes)
 end
 
-local key_offset, limit_offset = 0, 0
+local key_offset = 0
 for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
@@ -348,22 +342,16 @@ for g = 1, #groups do
   --@end usage
   for _ = 1, group.requests do
     -- With pcall, the other requests of the call still succeed if one request fails.
-    local _, failure = pcall(decide, key_offset)
-    if failure then
-      -- Lua errors are strings. In Redis versions below 7, errors of Redis commands are strings too.
-      if type(failure) ~= 'table' then
-        failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
-      end
-      failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = limit_offset, failure
-      for _ = 1, #checks do replies[#replies + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
+    local is_complete, reply = pcall(decide, key_offset)
+    -- Lua errors are strings. In Redis versions below 7, errors of Redis commands are strings too.
+    if not is_complete and type(reply) ~= 'table' then
+      reply = redis.error_reply(match(reply, '^%u+ ') and reply or 'ERR Error running script: ' .. reply)
     end
-    key_offset, limit_offset = key_offset + group.keys, limit_offset + #checks
+    replies[#replies + 1] = reply
+    key_offset = key_offset + group.keys
     --@usage
     usage_offset = usage_offset + group.usages_per_request
     --@end usage
   end
 end
-replies = table.concat(replies)
-if failures then table.insert(failures, 1, replies) end
-return failures or replies
+return replies

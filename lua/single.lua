@@ -4,7 +4,7 @@
 -- This driver creates no Lua tables or functions for its groups. In a large batch, a check therefore needs 25 % less
 -- CPU time than with generic.lua. In a call with a single check, the difference is larger.
 -- The reply contains the states that the script has read, from which the gateway computes the outcomes. The algorithms
--- therefore only decide, without the lines between the markers `outcome` and `end outcome`.
+-- therefore only decide, without the lines between the markers `generic` and `end generic`.
 -- This driver calls Redis commands with redis.pcall. If one request fails, the other requests of the call succeed.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
@@ -68,7 +68,7 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_offset = {pack('<dc1', now, 's')}, 1, nil, 0
+local replies, reply_count, key_offset = {pack('<dc1', now, 's')}, 1, 0
 position = CALL_BYTES + 1
 --@states
 for group = 1, groups do
@@ -86,16 +86,15 @@ for group = 1, groups do
     local key, op, cost, status = keys[i], 'C', requested, 0
     local free, free_reset_us, reset_us = 0, nil, nil
     local ttl_us, new_field1, new_field2, new_field3
-    local key_expires_at, field1, field2, field3, failure, state_position, separate_key
-    local value, value_expires_at, first_id = call('GET', key), 0, nil
+    local key_expires_at, field1, field2, field3, failure, index, separate_key
+    local value, value_expires_at, first_id, result = call('GET', key), 0, nil, nil
     -- Most values have one state.
     if value and #value == HEADER_BYTES + STATE_BYTES then
-      value_expires_at, first_id, key_expires_at, field1, field2, field3 = unpack('<dddddd', value)
-      state_position = HEADER_BYTES + 1
+      value_expires_at, first_id, field3, key_expires_at, field1, field2 = unpack('<dddddd', value)
     end
     if first_id ~= id then
-      state_position, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
-      if type(state_position) == 'table' then failure = state_position
+      index, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      if type(index) == 'table' then failure = index
       elseif value then value_expires_at = unpack('<d', value) end
     end
     --@usage
@@ -137,44 +136,37 @@ for group = 1, groups do
       if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
         kept_until = now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
       end
-      if state_position and (first_id ~= id or kept_until <= value_expires_at) then
-        local length = call('SETRANGE', key, first_id == id and '16' or offset_of(state_position),
-          pack('<dddd', kept_until, new_field1, new_field2, new_field3))
+      if first_id == id and kept_until <= value_expires_at and new_field3 == field3 then
+        local length = call('SETRANGE', key, '24', pack('<ddd', kept_until, new_field1, new_field2))
         failure = length ~= #value and length
-        if kept_until > value_expires_at and not failure then
-          local result = extend(key, kept_until)
-          failure = type(result) == 'table' and result
-        end
       elseif first_id == id or not value and not key_expires_at then
         local ttl_ms = ttl_of(kept_until)
-        local new_value = pack('<dddddd', now + ttl_ms * 1000, id, kept_until, new_field1, new_field2, new_field3)
-        local result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
+        local new_value = pack('<dddddd', now + ttl_ms * 1000, id, new_field3, kept_until, new_field1, new_field2)
+        result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
         failure = result.err and result
+      elseif index then
+        failure = overwrite(key, value, index, kept_until, new_field1, new_field2, new_field3)
+        if kept_until > value_expires_at and not failure then
+          result = extend(key, kept_until)
+          failure = type(result) == 'table' and result
+        end
       else
         failure = write_states({{
-          key = key, value = value, position = state_position, separate_key = separate_key, exists = key_expires_at,
-          id = id, kept_until = kept_until,
-          state = pack('<ddddd', id, kept_until, new_field1, new_field2, new_field3),
+          key = key, value = value, separate_key = separate_key, exists = key_expires_at,
+          id = id, kept_until = kept_until, field1 = new_field1, field2 = new_field2, field3 = new_field3,
         }})
       end
     end
-    if failure then
-      failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = i - 1, failure
-    end
-    if failure then replies[reply_count + 1] = 'e'
-    elseif first_id == id then
-      replies[reply_count + 1], replies[reply_count + 2] = status == 0 and 'a' or 'd', value
+    if failure then result = failure
+    elseif first_id == id then result = value
+    else result = pack('<dddd', key_expires_at or 0, field1 or 0, field2 or 0, field3 or 0) end
+    if status ~= 0 and not failure then
       reply_count = reply_count + 1
-    else
-      replies[reply_count + 1] = status == 0 and 'm' or 'n'
-      replies[reply_count + 2] = pack('<dddd', key_expires_at or 0, field1 or 0, field2 or 0, field3 or 0)
-      reply_count = reply_count + 1
+      replies[reply_count] = 0
     end
     reply_count = reply_count + 1
+    replies[reply_count] = result
   end
   key_offset = key_offset + requests
 end
-replies = table.concat(replies)
-if failures then table.insert(failures, 1, replies) end
-return failures or replies
+return replies

@@ -24,31 +24,45 @@ local elapsed, units = floor((now - start) / unit), window / unit
 --@free
 if op == 'P' then free = limit - current + floor(-previous * (units - elapsed) / units) end
 --@end free
---@outcome
+--@generic
 free = limit - current + floor(-previous * (units - elapsed) / units)
---@end outcome
+--@end generic
 free_reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
 
 local excess = (current + cost - limit) * units + previous * (units - elapsed)
 if excess > 0 and (op == 'C' or op == 'P') then
   status = 1
-  --@outcome
+  --@generic
   remaining, reset_us = free, free_reset_us
   if cost > limit then status, retry_us = 2, -1
   elseif current + cost <= limit then retry_us = start + (elapsed + ceil(excess / previous)) * unit - now
   else retry_us = start + window + ceil(units * (current + cost - limit) / current) * unit - now end
-  --@end outcome
+  --@end generic
   if clock_went_back and free_reset_us > 0 then
     ttl_us, new_field1, new_field2, new_field3 = free_reset_us, start, current, previous
   end
 else
-  if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
-  elseif charged_at >= start then current = current > cost and current - cost or 0
-  elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
-  --@outcome
+  --@generic
+  if op == 'R' then
+    if charged_at >= start then current = current > cost and current - cost or 0
+    elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+    cost = 0
+  end
+  --@end generic
+  -- Only unconditional charges reach the maximum.
+  current = current + cost
+  --@generic
+  current = math.min(current, floor(MAX_STATE / 2 / units))
+  --@end generic
+  --@generic
   remaining = limit - current + floor(-previous * (units - elapsed) / units)
-  --@end outcome
+  --@end generic
   reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
   ttl_us = false
-  if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+  if reset_us > 0 then
+    ttl_us = reset_us
+    new_field1 = start
+    new_field2 = current
+    new_field3 = previous
+  end
 end

@@ -95,9 +95,8 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_index, limit_offset, limit_count = {pack('<dc1', now, 's')}, 1, nil, 0, 0, 0
+local replies, reply_count, key_offset, limit_offset = {pack('<dc1', now, 's')}, 1, 0, 0
 position = CALL_BYTES + 1
-local no_state = string.rep('\0', 32)
 --@states
 for _ = 1, groups do
   if groups > 1 then
@@ -115,67 +114,73 @@ for _ = 1, groups do
     end
     --@end
   end
-  -- The code below passes the values of all limits to `pack`, which ignores the values after the end of the format.
-  local value_format = limits == 1 and '<dddddd' or limits == 2 and '<ddddddddddd' or limits == 3 and '<dddddddddddddddd'
-    or '<ddddddddddddddddddddd'
-  local value_bytes = keys_per_request == 1 and HEADER_BYTES + STATE_BYTES * limits
+  -- The size of a value that consists of the states of these limits, and the formats of its parts. The limits of several
+  -- identities have no such value. The code below unpacks and packs the values of all limits of the script. It ignores
+  -- the values after the end of a format.
+  local value_bytes, head_format, body_format, body_offset = nil, '', '', '0'
+  local body_position = HEADER_BYTES + HEAD_BYTES * limits + 1
+  if keys_per_request == 1 then
+    value_bytes = HEADER_BYTES + STATE_BYTES * limits
+    if limits == 1 then head_format, body_format, body_offset = '<ddd', '<ddd', '24'
+    elseif limits == 2 then head_format, body_format, body_offset = '<ddddd', '<dddddd', '40'
+    elseif limits == 3 then head_format, body_format, body_offset = '<ddddddd', '<ddddddddd', '56'
+    else head_format, body_format, body_offset = '<ddddddddd', '<dddddddddddd', '72' end
+  end
   for _ = 1, requests do
-    key_index = key_index + 1
-    local key, admitted, failure, result = keys[key_index], true, nil, nil
-    local value, value_expires_at = call('GET', key), 0
-    -- `is_in_order`: the value consists of the states of these limits in their order. `kept_until`: the latest time until
-    -- which a changed state is kept. `all_change`, `any_repair`: whether all states change, and whether a state changes
-    -- although its limit denies. `is_in_place`: whether all states have a position. `is_new`: whether no state exists, and
-    -- all have the same key.
-    local is_in_order, kept_until, all_change, any_repair, is_in_place, is_new = false, 0, true, false, true, false
+    local key, admitted, failure, result = keys[key_offset + 1], true, nil, nil
+    local value = call('GET', key)
+    -- `kept_until`: the latest time until which a changed state is kept. `any_repair`: whether a state changes although its
+    -- limit denies. `is_in_place`: whether all states are in values. `is_new`: whether no state exists, and all have the
+    -- same key.
+    local kept_until, any_repair, is_in_place, is_new = 0, false, true, false
+    -- Whether the value consists of the states of these limits in their order. If it has another size, unpack any string,
+    -- and do not use the numbers.
+    local is_in_order = value and #value == value_bytes
+    local value_expires_at
+      --@each limit
+      , stored_id_1, field3_1
+      --@end
+      = unpack(head_format, is_in_order and value or args)
+    local
+      --@each limit
+      key_expires_at_1, field1_1, field2_1,
+      --@end
+      _ = unpack(body_format, is_in_order and value or args, body_position)
     --@each limit
-    local key_1, value_1, value_expires_at_1, position_1, separate_key_1
-    local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
-    local key_expires_at_1, field1_1, field2_1, field3_1, kept_until_1
+    local key_1, value_1, index_1, separate_key_1
+    local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1, kept_until_1
     --@usage
     local usage_key_1
     --@end usage
     --@end
-    if value and #value == value_bytes then
-      value_expires_at
-        --@each limit
-        , position_1, key_expires_at_1, field1_1, field2_1, field3_1
-        --@end
-        = unpack(value_format, value)
-      -- For now, `position_1` is the id of the state.
-      is_in_order = true
-        --@each limit
-        and (not kind_1 or position_1 == id_1)
-        --@end
-    end
+    is_in_order = is_in_order
+      --@each limit
+      and (not kind_1 or stored_id_1 == id_1)
+      --@end
     if not is_in_order then
-      -- `expected`: the position in the value of the next state of these limits, if the value has them in their order.
-      local number, expected, other_id = limit_offset, nil, nil
+      local number, key_index = limit_offset, key_offset
       is_new = keys_per_request == 1
       --@each limit
       if kind_1 and not failure then
-        number, other_id = number + 1, nil
+        number = number + 1
         if place_1 == 'f' then
-          if number > limit_offset + 1 then
-            key_index = key_index + 1
+          key_index = key_index + 1
+          if key_index > key_offset + 1 then
             key = keys[key_index]
             value = call('GET', key)
           end
-          expected, value_expires_at = nil, 0
-          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
-            expected = HEADER_BYTES + 1
-            value_expires_at, other_id, key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<dddddd', value)
-          end
-        elseif expected and expected < #value then
-          other_id, key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<ddddd', value, expected)
         end
-        if other_id == id_1 then position_1, expected = expected, expected + STATE_BYTES
+        key_1, value_1, stored_id_1 = key, value, nil
+        -- Most of the other values have one state.
+        if value and #value == HEADER_BYTES + STATE_BYTES then
+          stored_id_1, field3_1, key_expires_at_1, field1_1, field2_1 = unpack('<ddddd', value, HEADER_BYTES + 1)
+        end
+        if stored_id_1 == id_1 then index_1 = 1
         else
-          position_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
-          if type(position_1) == 'table' then failure = position_1 end
+          index_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          if not index_1 then is_in_place = false
+          elseif type(index_1) == 'table' then failure = index_1 end
         end
-        key_1, value_1, value_expires_at_1 = key, value, value_expires_at
-        if not position_1 then is_in_place = false end
         is_new = is_new and not value and not key_expires_at_1
       end
       --@end
@@ -206,7 +211,7 @@ for _ = 1, groups do
           kept_until_1 = now + (ceil(ttl_us_1 / 1000) + KEY_SLACK_MS) * 1000
         end
         if kept_until_1 > kept_until then kept_until = kept_until_1 end
-      else all_change = false end
+      end
       if status_1 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_1 end
     end
     --@end
@@ -222,73 +227,87 @@ for _ = 1, groups do
     --@end usage
     if failure then
       -- Do nothing: the code below adds the error to the reply.
-    elseif (is_in_order or is_new) and all_change and admitted then
-      local is_extended, ttl_ms = kept_until > value_expires_at, nil
-      if is_extended then
-        ttl_ms = ttl_of(kept_until)
-        value_expires_at = now + ttl_ms * 1000
-      end
-      local new_value = pack(value_format, value_expires_at
+    elseif admitted and (is_in_order or is_new)
+      --@each limit
+      and (ttl_us_1 or not kind_1)
+      --@end
+      then
+      if is_in_order and kept_until <= value_expires_at
         --@each limit
-        , id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1
+        and (new_field3_1 == field3_1 or not kind_1)
         --@end
-      )
-      if is_extended then result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
-      else result = call('SETRANGE', key, '0', new_value) end
-      failure = type(result) == 'table' and result.err and result or nil
+        then
+        result = call('SETRANGE', key, body_offset, pack(body_format
+          --@each limit
+          , kept_until_1, new_field1_1, new_field2_1
+          --@end
+        ))
+        failure = result ~= value_bytes and result
+      else
+        local ttl_ms = ttl_of(kept_until)
+        local heads = pack(head_format, now + ttl_ms * 1000
+          --@each limit
+          , id_1, new_field3_1
+          --@end
+        )
+        local bodies = pack(body_format
+          --@each limit
+          , kept_until_1, new_field1_1, new_field2_1
+          --@end
+        )
+        result = call('SET', key, heads .. bodies, 'PX', format('%d', ttl_ms))
+        failure = result.err and result
+      end
     elseif admitted and is_in_place and not is_in_order then
       local extended_key, extended_until
       --@each limit
       if kept_until_1 and not failure then
-        result = call('SETRANGE', key_1, position_1 == 9 and '16' or offset_of(position_1),
-          pack('<dddd', kept_until_1, new_field1_1, new_field2_1, new_field3_1))
-        failure = result ~= #value_1 and result
-        if kept_until_1 > value_expires_at_1 and not (extended_key == key_1 and extended_until >= kept_until_1) then
+        if #value_1 == HEADER_BYTES + STATE_BYTES and new_field3_1 == field3_1 then
+          result = call('SETRANGE', key_1, '24', pack('<ddd', kept_until_1, new_field1_1, new_field2_1))
+          failure = result ~= #value_1 and result
+        else failure = overwrite(key_1, value_1, index_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1) end
+        if kept_until_1 ~= key_expires_at_1 and kept_until_1 > unpack('<d', value_1)
+          and not (extended_key == key_1 and extended_until >= kept_until_1) then
           extended_key, extended_until = key_1, extend(key_1, kept_until_1)
           failure = failure or type(extended_until) == 'table' and extended_until
         end
       end
       --@end
     elseif admitted or any_repair then
-      local changes, position_in_order = {}, HEADER_BYTES + 1
+      local changes, index_in_order = {}, 0
       --@each limit
       if is_in_order then
-        key_1, value_1, position_1 = key, value, position_in_order
-        position_in_order = position_in_order + STATE_BYTES
+        index_in_order = index_in_order + 1
+        key_1, value_1, index_1 = key, value, index_in_order
       end
       if kept_until_1 and (admitted or status_1 ~= 0) then
         changes[#changes + 1] = {
-          key = key_1, value = value_1, position = position_1, separate_key = separate_key_1, exists = key_expires_at_1,
-          id = id_1, kept_until = kept_until_1,
-          state = pack('<ddddd', id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1),
+          key = key_1, value = value_1, index = index_1, separate_key = separate_key_1, exists = key_expires_at_1,
+          id = id_1, kept_until = kept_until_1, field1 = new_field1_1, field2 = new_field2_1, field3 = new_field3_1,
         }
       end
       --@end
       failure = write_states(changes)
     end
-    if failure then
-      failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = limit_count, failure
-    end
-    limit_count = limit_count + limits
-    if failure then replies[reply_count + 1] = 'e'
-    elseif is_in_order then
-      replies[reply_count + 1], replies[reply_count + 2] = admitted and 'a' or 'd', value
-      reply_count = reply_count + 1
+    if failure then result = failure
+    elseif is_in_order then result = value
     else
-      replies[reply_count + 1] = admitted and 'm' or 'n'
-      --@each limit
-      if kind_1 then
-        reply_count = reply_count + 1
-        replies[reply_count + 1] = position_1 and byte_range(value_1, position_1 + 8, position_1 + 39)
-          or key_expires_at_1 and pack('<dddd', key_expires_at_1, field1_1, field2_1, field3_1) or no_state
-      end
-      --@end
+      local states_format = limits == 1 and '<dddd' or limits == 2 and '<dddddddd' or limits == 3 and '<dddddddddddd'
+        or '<dddddddddddddddd'
+      result = pack(states_format
+        --@each limit
+        , key_expires_at_1 or 0, field1_1 or 0, field2_1 or 0, field3_1 or 0
+        --@end
+      )
+    end
+    if not (admitted or failure) then
+      reply_count = reply_count + 1
+      replies[reply_count] = 0
     end
     reply_count = reply_count + 1
+    replies[reply_count] = result
+    key_offset = key_offset + keys_per_request
   end
   limit_offset = limit_offset + limits
 end
-replies = table.concat(replies)
-if failures then table.insert(failures, 1, replies) end
-return failures or replies
+return replies

@@ -3,11 +3,12 @@
 --
 -- All these states of an identity are in the value of one key, whose name ends with IDENTITY_SUFFIX. Three limits of
 -- one identity then need one GET and one SETRANGE instead of three of each. All numbers of the value are little-endian
--- doubles:
---   1 number   The time at which the key expires, in microseconds.
---   5 numbers  For each state: its id, the time until which it is kept (`key_expires_at`), and its three fields.
--- The states are in no particular order. The key expires when no state is kept any more, or up to 1 s or an eighth of
--- its TTL later.
+-- doubles. A value with N states has three parts:
+--   1 number    The time at which the key expires, in microseconds.
+--   2N numbers  The heads: for each state its id and its third field. Most charges do not change these numbers.
+--   3N numbers  The bodies: for each state, in the same order, the time until which it is kept (`key_expires_at`), and its
+--               first and second field.
+-- The key expires when no state is kept any more, or up to 1 s or an eighth of its TTL later.
 --
 -- A state has a separate key instead if the value already has MAX_STATES states that are still kept. Otherwise, limits
 -- that have the same identity, such as `global`, could make the value long, and all of their checks slow. The name of a
@@ -19,22 +20,28 @@
 local call, layout, now, ceil, floor, format = redis.call, 'i', 0, math.ceil, math.floor, string.format
 local pack, unpack = struct.pack, struct.unpack
 --@body
-local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
-local offset_of, read_state, ttl_of, extend, write_states
+local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
   local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
-  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
-  -- assignments, so the texts are kept.
-  function offset_of(position)
-    local offset = offsets[position]
-    if not offset then
-      offset = format('%d', position + 7)
-      offsets[position] = offset
+  -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
+  -- kept.
+  local function offset_text(offset)
+    local text = offsets[offset]
+    if not text then
+      text = format('%d', offset)
+      offsets[offset] = text
     end
-    return offset
+    return text
+  end
+
+  -- Return the offsets of the head and of the body of the state with this index in a value.
+  local function offsets_of(value, index)
+    local states = (#value - HEADER_BYTES) / STATE_BYTES
+    return HEADER_BYTES + HEAD_BYTES * (index - 1), HEADER_BYTES + HEAD_BYTES * states + BODY_BYTES * (index - 1)
   end
 
   -- Return the separate key of a state. `number` is the number of the limit, counted over all groups.
@@ -47,7 +54,7 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the position of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- groups. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
   -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
   function read_state(key, value, id, number)
     if value then
@@ -56,8 +63,13 @@ do
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
       local packed_id, at = pack('<d', id), HEADER_BYTES
-      repeat at = find(value, packed_id, at + 1, true) until not at or at % STATE_BYTES == HEADER_BYTES + 1
-      if at then return at, nil, unpack('<dddd', value, at + 8) end
+      local bodies_offset = HEADER_BYTES + HEAD_BYTES * (#value - HEADER_BYTES) / STATE_BYTES
+      repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      if at and at <= bodies_offset then
+        local index = (at - 1 - HEADER_BYTES) / HEAD_BYTES + 1
+        local kept_until, field1, field2 = unpack('<ddd', value, bodies_offset + BODY_BYTES * (index - 1) + 1)
+        return index, nil, kept_until, field1, field2, (unpack('<d', value, at + 8))
+      end
     end
     local separate_key = separate_key_of(key, number)
     local state = call('GET', separate_key)
@@ -83,14 +95,24 @@ do
     return type(result) == 'table' and result or expires_at
   end
 
+  -- Overwrite the state with this index in a value. Return an error reply, or nothing.
+  function overwrite(key, value, index, kept_until, field1, field2, field3)
+    local head_offset, body_offset = offsets_of(value, index)
+    local result = call('SETRANGE', key, offset_text(body_offset), pack('<ddd', kept_until, field1, field2))
+    if result == #value and unpack('<d', value, head_offset + 9) ~= field3 then
+      result = call('SETRANGE', key, offset_text(head_offset + 8), pack('<d', field3))
+    end
+    if result ~= #value then return result end
+  end
+
   -- Return whether a state can be added to a value. The value then has few states, or states that are no longer kept. Do
   -- not look for those if the state has a separate key already.
   local function has_room(value, has_separate_key)
     if not value or #value < full_bytes then return true end
     if has_separate_key then return false end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local _, kept_until = unpack('<dd', value, position)
-      if kept_until <= now then return true end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local _, body_offset = offsets_of(value, index)
+      if unpack('<d', value, body_offset + 1) <= now then return true end
     end
     return false
   end
@@ -98,45 +120,52 @@ do
   -- Write the value of an identity with changed states (see `write_states`). If the value is full, drop states that are no
   -- longer kept. Return the reply of Redis.
   local function rewrite(key, value, changes)
-    value = value or ''
-    local by_id, states, kept_until = {}, {}, 0
+    value = value or string.rep('\0', HEADER_BYTES)
+    local by_id, heads, bodies, kept_until = {}, {}, {}, 0
     for i = 1, #changes do by_id[changes[i].id] = changes[i] end
-    local function add(state, time)
-      states[#states + 1] = state
+    local function add(head, body, time)
+      heads[#heads + 1], bodies[#bodies + 1] = head, body
       if time > kept_until then kept_until = time end
     end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local id, time = unpack('<dd', value, position)
+    local function add_change(change)
+      if change.kept_until then
+        add(pack('<dd', change.id, change.field3), pack('<ddd', change.kept_until, change.field1, change.field2),
+          change.kept_until)
+      end
+    end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local head_offset, body_offset = offsets_of(value, index)
+      local id, time = unpack('<d', value, head_offset + 1), unpack('<d', value, body_offset + 1)
       local change = by_id[id]
       if change then
         by_id[id] = nil
-        if change.kept_until then add(change.state, change.kept_until) end
+        add_change(change)
       elseif #value < full_bytes or time > now then
-        add(byte_range(value, position, position + STATE_BYTES - 1), time)
+        add(byte_range(value, head_offset + 1, head_offset + HEAD_BYTES),
+          byte_range(value, body_offset + 1, body_offset + BODY_BYTES), time)
       end
     end
     for i = 1, #changes do
-      local change = changes[i]
-      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+      if by_id[changes[i].id] then add_change(changes[i]) end
     end
-    if #states == 0 then return call('DEL', key) end
+    if #heads == 0 then return call('DEL', key) end
     local ttl_ms = ttl_of(kept_until)
-    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(heads) .. concat(bodies), 'PX',
+      format('%d', ttl_ms))
   end
 
   -- Write a changed state to its separate key, or delete the key. Return the reply of Redis.
   local function write_separately(change)
     if not change.kept_until then return call('DEL', change.separate_key) end
-    local _, kept_until, field1, field2, field3 = unpack('<ddddd', change.state)
-    local ttl_ms = ceil((kept_until - now) / 1000)
-    return call('SET', change.separate_key, pack('<i8i8i8i8', kept_until, field1, field2, field3), 'PX',
-      format('%d', ttl_ms))
+    local ttl_ms = ceil((change.kept_until - now) / 1000)
+    local state = pack('<i8i8i8i8', change.kept_until, change.field1, change.field2, change.field3)
+    return call('SET', change.separate_key, state, 'PX', format('%d', ttl_ms))
   end
 
   -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
-  -- `position` (the position of the state in the value, or nil), `separate_key` (if the state is not in the value),
-  -- `exists` (whether the separate key exists), `id`, `kept_until` and `state` (the numbers of the state). A state without
-  -- `kept_until` is removed. Return an error reply, or nothing.
+  -- `index` (the index of the state in the value, or nil), `separate_key` (if the state is not in the value), `exists`
+  -- (whether the separate key exists), `id`, `kept_until` and `field1`, `field2`, `field3`. A state without `kept_until`
+  -- is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
@@ -147,22 +176,27 @@ do
         for j = i, #changes do
           local change = changes[j]
           if change.key == key then
-            if not change.position
+            if not change.index
               and not (change.kept_until and layout == 'i' and has_room(value, change.exists)) then
               result = write_separately(change)
               if type(result) == 'table' and result.err then return result end
             else
               of_value[#of_value + 1] = change
-              if not (change.position and change.kept_until) then in_place = false
+              if not (change.index and change.kept_until) then in_place = false
               elseif change.kept_until > kept_until then kept_until = change.kept_until end
             end
           end
         end
-        if not in_place then result = rewrite(key, value, of_value) end
+        if not in_place then
+          result = rewrite(key, value, of_value)
+          if type(result) == 'table' and result.err then return result end
+        end
         for j = 1, #of_value do
           local change = of_value[j]
-          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
-          if type(result) == 'table' and result.err then return result end
+          if in_place then
+            result = overwrite(key, value, change.index, change.kept_until, change.field1, change.field2, change.field3)
+            if result then return result end
+          end
           if change.separate_key and change.exists then call('DEL', change.separate_key) end
         end
         if in_place and value and kept_until > unpack('<d', value) then

@@ -51,13 +51,14 @@ local capacity = burst * parts
 --@free
 if op == 'P' then free = floor((capacity - debt) / parts) end
 --@end free
---@outcome
+--@generic
 free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
---@end outcome
+--@end generic
 
 -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
 local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
 local charged = debt + charge
+--@generic
 if op == 'R' then
   -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
   -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
@@ -66,12 +67,13 @@ if op == 'R' then
   elseif repaid_us > 0 then credit = credit - repaid_us * refill end
   charged = debt > credit and debt - credit or 0
 end
+--@end generic
 if charged > capacity and (op == 'C' or op == 'P') then
   status = 1
-  --@outcome
+  --@generic
   remaining, reset_us = free, free_reset_us
   if cost > burst then status, retry_us = 2, -1 else retry_us = ceil((charged - capacity) / refill) end
-  --@end outcome
+  --@end generic
   -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
   if clock_went_back or rate_lowered then
     ttl_us, new_field1, new_field2, new_field3 = ceil(debt / refill), now, debt, parts
@@ -79,8 +81,13 @@ if charged > capacity and (op == 'C' or op == 'P') then
 else
   if charged > MAX_STATE then charged = MAX_STATE end
   ttl_us = false
-  if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = ceil(charged / refill), now, charged, parts end
-  --@outcome
+  if charged > 0 then
+    ttl_us = ceil(charged / refill)
+    new_field1 = now
+    new_field2 = charged
+    new_field3 = parts
+  end
+  --@generic
   remaining, reset_us = floor((capacity - charged) / parts), ttl_us or 0
-  --@end outcome
+  --@end generic
 end

@@ -49,8 +49,11 @@
 --          cost charged on this day, less refunds.
 --          If the current time is not between the start and the end of the day, the request fails with RLSTALE and
 --          writes nothing.
--- Reply    A binary string with the current time (`d`) and a letter. After the letter `o`, five values (`d`) follow for
---          each limit of each request: granted, status, remaining, reset_us and retry_us.
+-- Reply    An array. Its first element is a binary string with the current time (`d`) and a letter. Then each request has an
+--          element: a binary string, or its error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an error of
+--          Redis.
+--          With the letter `o`, the string has five values (`d`) for each limit of the request: granted, status,
+--          remaining, reset_us and retry_us.
 --          Granted is 0 if the request is denied, and 1 if it is admitted. For the operation T, it is the number of
 --          tokens that were taken.
 --          Status has one of these values:
@@ -59,21 +62,14 @@
 --          `2`  The cost exceeds the limit, so the charge can never fit. Retry_us is -1.
 --          `3`  No permit is free. Enough permits expire after retry_us, but requests may release them earlier.
 --          If the request is denied, remaining and reset_us are the values without the charge of the request.
---          If at least one request fails, the reply is an array. Its first element is the binary string, in which
---          granted is -1 for the failed requests. Two elements follow for each failed request: the number of keys
---          before the keys of this request, and the error. The error is RLARG, RLSTALE (also in fixed_window.lua) or an
---          error of Redis.
---          The drivers of single.lua and small.lua reply with the letter `s` and the states before the request. The
---          gateway computes the outcomes from these states, with the same algorithms in Rust. For each request, one
---          letter follows:
---          `a`, `d`  Admitted or denied. The value of the identity follows, which consists of the states of the limits
---                    in their order.
---          `m`, `n`  Admitted or denied. Four numbers (`d`) follow for each limit: the time until which the state is
---                    kept, and its fields. If there is no state, they are 0.
---          `e`       Error. Nothing follows.
+--          The drivers of single.lua and small.lua reply with the letter `s`. The string has the states before the
+--          request, from which the gateway computes the outcomes with the same algorithms in Rust. It is the value of
+--          the identity if that consists of the states of the limits in their order. Otherwise, it has four numbers
+--          (`d`) for each limit: the time until which the state is kept, and its fields. They are 0 if there is no
+--          state. If the request is denied, the number 0 precedes its string.
 -- Errors   If the arguments of the call are invalid, the reply is the error RLARG, and the script has written nothing.
 -- The blocks between the markers `usage` and `end usage` are only in scripts that count usage totals. In the algorithms,
--- the blocks `outcome` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
+-- the blocks `generic` are only in scripts with this driver, and the blocks `free` only in scripts with single.lua.
 -- If arguments and replies were text, a call would need 10 % more CPU time in Redis. The gateway would need 3,000 more
 -- instructions per limit to parse the reply.
 --
@@ -174,22 +170,28 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
-local offset_of, read_state, ttl_of, extend, write_states
+local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
   local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
-  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
-  -- assignments, so the texts are kept.
-  function offset_of(position)
-    local offset = offsets[position]
-    if not offset then
-      offset = format('%d', position + 7)
-      offsets[position] = offset
+  -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
+  -- kept.
+  local function offset_text(offset)
+    local text = offsets[offset]
+    if not text then
+      text = format('%d', offset)
+      offsets[offset] = text
     end
-    return offset
+    return text
+  end
+
+  -- Return the offsets of the head and of the body of the state with this index in a value.
+  local function offsets_of(value, index)
+    local states = (#value - HEADER_BYTES) / STATE_BYTES
+    return HEADER_BYTES + HEAD_BYTES * (index - 1), HEADER_BYTES + HEAD_BYTES * states + BODY_BYTES * (index - 1)
   end
 
   -- Return the separate key of a state. `number` is the number of the limit, counted over all groups.
@@ -202,7 +204,7 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the position of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- groups. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
   -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
   function read_state(key, value, id, number)
     if value then
@@ -211,8 +213,13 @@ do
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
       local packed_id, at = pack('<d', id), HEADER_BYTES
-      repeat at = find(value, packed_id, at + 1, true) until not at or at % STATE_BYTES == HEADER_BYTES + 1
-      if at then return at, nil, unpack('<dddd', value, at + 8) end
+      local bodies_offset = HEADER_BYTES + HEAD_BYTES * (#value - HEADER_BYTES) / STATE_BYTES
+      repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      if at and at <= bodies_offset then
+        local index = (at - 1 - HEADER_BYTES) / HEAD_BYTES + 1
+        local kept_until, field1, field2 = unpack('<ddd', value, bodies_offset + BODY_BYTES * (index - 1) + 1)
+        return index, nil, kept_until, field1, field2, (unpack('<d', value, at + 8))
+      end
     end
     local separate_key = separate_key_of(key, number)
     local state = call('GET', separate_key)
@@ -238,14 +245,24 @@ do
     return type(result) == 'table' and result or expires_at
   end
 
+  -- Overwrite the state with this index in a value. Return an error reply, or nothing.
+  function overwrite(key, value, index, kept_until, field1, field2, field3)
+    local head_offset, body_offset = offsets_of(value, index)
+    local result = call('SETRANGE', key, offset_text(body_offset), pack('<ddd', kept_until, field1, field2))
+    if result == #value and unpack('<d', value, head_offset + 9) ~= field3 then
+      result = call('SETRANGE', key, offset_text(head_offset + 8), pack('<d', field3))
+    end
+    if result ~= #value then return result end
+  end
+
   -- Return whether a state can be added to a value. The value then has few states, or states that are no longer kept. Do
   -- not look for those if the state has a separate key already.
   local function has_room(value, has_separate_key)
     if not value or #value < full_bytes then return true end
     if has_separate_key then return false end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local _, kept_until = unpack('<dd', value, position)
-      if kept_until <= now then return true end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local _, body_offset = offsets_of(value, index)
+      if unpack('<d', value, body_offset + 1) <= now then return true end
     end
     return false
   end
@@ -253,45 +270,52 @@ do
   -- Write the value of an identity with changed states (see `write_states`). If the value is full, drop states that are no
   -- longer kept. Return the reply of Redis.
   local function rewrite(key, value, changes)
-    value = value or ''
-    local by_id, states, kept_until = {}, {}, 0
+    value = value or string.rep('\0', HEADER_BYTES)
+    local by_id, heads, bodies, kept_until = {}, {}, {}, 0
     for i = 1, #changes do by_id[changes[i].id] = changes[i] end
-    local function add(state, time)
-      states[#states + 1] = state
+    local function add(head, body, time)
+      heads[#heads + 1], bodies[#bodies + 1] = head, body
       if time > kept_until then kept_until = time end
     end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local id, time = unpack('<dd', value, position)
+    local function add_change(change)
+      if change.kept_until then
+        add(pack('<dd', change.id, change.field3), pack('<ddd', change.kept_until, change.field1, change.field2),
+          change.kept_until)
+      end
+    end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local head_offset, body_offset = offsets_of(value, index)
+      local id, time = unpack('<d', value, head_offset + 1), unpack('<d', value, body_offset + 1)
       local change = by_id[id]
       if change then
         by_id[id] = nil
-        if change.kept_until then add(change.state, change.kept_until) end
+        add_change(change)
       elseif #value < full_bytes or time > now then
-        add(byte_range(value, position, position + STATE_BYTES - 1), time)
+        add(byte_range(value, head_offset + 1, head_offset + HEAD_BYTES),
+          byte_range(value, body_offset + 1, body_offset + BODY_BYTES), time)
       end
     end
     for i = 1, #changes do
-      local change = changes[i]
-      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+      if by_id[changes[i].id] then add_change(changes[i]) end
     end
-    if #states == 0 then return call('DEL', key) end
+    if #heads == 0 then return call('DEL', key) end
     local ttl_ms = ttl_of(kept_until)
-    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(heads) .. concat(bodies), 'PX',
+      format('%d', ttl_ms))
   end
 
   -- Write a changed state to its separate key, or delete the key. Return the reply of Redis.
   local function write_separately(change)
     if not change.kept_until then return call('DEL', change.separate_key) end
-    local _, kept_until, field1, field2, field3 = unpack('<ddddd', change.state)
-    local ttl_ms = ceil((kept_until - now) / 1000)
-    return call('SET', change.separate_key, pack('<i8i8i8i8', kept_until, field1, field2, field3), 'PX',
-      format('%d', ttl_ms))
+    local ttl_ms = ceil((change.kept_until - now) / 1000)
+    local state = pack('<i8i8i8i8', change.kept_until, change.field1, change.field2, change.field3)
+    return call('SET', change.separate_key, state, 'PX', format('%d', ttl_ms))
   end
 
   -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
-  -- `position` (the position of the state in the value, or nil), `separate_key` (if the state is not in the value),
-  -- `exists` (whether the separate key exists), `id`, `kept_until` and `state` (the numbers of the state). A state without
-  -- `kept_until` is removed. Return an error reply, or nothing.
+  -- `index` (the index of the state in the value, or nil), `separate_key` (if the state is not in the value), `exists`
+  -- (whether the separate key exists), `id`, `kept_until` and `field1`, `field2`, `field3`. A state without `kept_until`
+  -- is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
@@ -302,22 +326,27 @@ do
         for j = i, #changes do
           local change = changes[j]
           if change.key == key then
-            if not change.position
+            if not change.index
               and not (change.kept_until and layout == 'i' and has_room(value, change.exists)) then
               result = write_separately(change)
               if type(result) == 'table' and result.err then return result end
             else
               of_value[#of_value + 1] = change
-              if not (change.position and change.kept_until) then in_place = false
+              if not (change.index and change.kept_until) then in_place = false
               elseif change.kept_until > kept_until then kept_until = change.kept_until end
             end
           end
         end
-        if not in_place then result = rewrite(key, value, of_value) end
+        if not in_place then
+          result = rewrite(key, value, of_value)
+          if type(result) == 'table' and result.err then return result end
+        end
         for j = 1, #of_value do
           local change = of_value[j]
-          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
-          if type(result) == 'table' and result.err then return result end
+          if in_place then
+            result = overwrite(key, value, change.index, change.kept_until, change.field1, change.field2, change.field3)
+            if result then return result end
+          end
           if change.separate_key and change.exists then call('DEL', change.separate_key) end
         end
         if in_place and value and kept_until > unpack('<d', value) then
@@ -328,10 +357,9 @@ do
     end
   end
 end
-local replies, failures = {pack('<dc1', now, 'o')}, nil
+local replies = {pack('<dc1', now, 'o')}
 local operation, charged_at, checks
--- Perform the request whose first key has the index `key_offset` + 1. Append its outcomes to the replies. Return an error
--- reply, or nothing.
+-- Perform the request whose first key has the index `key_offset` + 1. Return its outcomes, or an error reply.
 local function decide(key_offset)
   local op, requested, granted, admitted = operation, nil, nil, nil
   -- The operation T runs the algorithms twice: the first run returns how many tokens remain, and the second run charges
@@ -355,10 +383,10 @@ local function decide(key_offset)
       if kind ~= 'S' and kind ~= 'L' and kind ~= 'C' then
         if values[key] == nil then values[key] = call('GET', key) end
         check.value = values[key]
-        check.position, check.separate_key, key_expires_at, field1, field2, field3 =
+        check.index, check.separate_key, key_expires_at, field1, field2, field3 =
           read_state(key, check.value, check.id, check.number)
         check.exists = key_expires_at
-        if type(check.position) == 'table' then return check.position end
+        if type(check.index) == 'table' then return check.index end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether
       -- one token remains.
@@ -428,7 +456,12 @@ local function decide(key_offset)
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us = false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = ceil(charged / refill), now, charged, parts end
+          if charged > 0 then
+            ttl_us = ceil(charged / refill)
+            new_field1 = now
+            new_field2 = charged
+            new_field3 = parts
+          end
           remaining, reset_us = floor((capacity - charged) / parts), ttl_us or 0
         end
       elseif kind == 'F' or kind == 'X' or kind == 'K' then
@@ -471,7 +504,12 @@ local function decide(key_offset)
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us = false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, charged, 0 end
+          if charged > 0 then
+            ttl_us = window_end - now
+            new_field1 = start
+            new_field2 = charged
+            new_field3 = 0
+          end
           remaining, reset_us = limit - charged, ttl_us or idle_reset_us
         end
       elseif kind == 'L' then
@@ -575,13 +613,23 @@ local function decide(key_offset)
             ttl_us, new_field1, new_field2, new_field3 = free_reset_us, start, current, previous
           end
         else
-          if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
-          elseif charged_at >= start then current = current > cost and current - cost or 0
-          elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+          if op == 'R' then
+            if charged_at >= start then current = current > cost and current - cost or 0
+            elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+            cost = 0
+          end
+          -- Only unconditional charges reach the maximum.
+          current = current + cost
+          current = math.min(current, floor(MAX_STATE / 2 / units))
           remaining = limit - current + floor(-previous * (units - elapsed) / units)
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us = false
-          if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+          if reset_us > 0 then
+            ttl_us = reset_us
+            new_field1 = start
+            new_field2 = current
+            new_field3 = previous
+          end
         end
       elseif kind == 'S' then
         local limit, window, buckets = a, b, c
@@ -702,8 +750,9 @@ local function decide(key_offset)
       elseif check.is_deferred then
         remaining, reset_us, ttl_us, new_state, commit = free, free_reset_us, nil, nil, nil
       end
-      -- `change` is a function that writes the new state, or the new state. The value false means that the new state is
-      -- empty, and nil means that the state does not change. `kept_until` is the time until which the new state is kept.
+      -- `change` is a function that writes the new state, the new state as text, or true if the new state has fields. The
+      -- value false means that the new state is empty, and nil means that the state does not change. `kept_until` is the
+      -- time until which the new state is kept.
       -- If the new state has no fields, `ttl_ms` is the TTL of its key.
       local change, ttl_ms, kept_until = commit, nil, nil
       if new_state then change, ttl_ms = new_state, ceil(ttl_us / 1000) + KEY_SLACK_MS
@@ -711,7 +760,7 @@ local function decide(key_offset)
         local slack_us = key_expires_at and key_expires_at - now - ttl_us or 0
         kept_until = slack_us >= MIN_KEY_SLACK_US and slack_us < MAX_KEY_SLACK_US and key_expires_at
           or now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
-        change = {new_field1, new_field2, new_field3}
+        change, check.field1, check.field2, check.field3 = true, new_field1, new_field2, new_field3
       elseif ttl_us == false then change = false end
       check.status, check.remaining, check.reset_us, check.retry_us = status, remaining, reset_us, retry_us
       check.free, check.free_reset_us = free, free_reset_us
@@ -734,7 +783,7 @@ local function decide(key_offset)
   local changes = {}
   for i = 1, #checks do
     local check = checks[i]
-    local change, kept_until = check.change, check.kept_until
+    local change = check.change
     -- Remove a state only for refunds. If another operation results in an empty state, the stored state already had no
     -- effect.
     if change ~= nil and op ~= 'P' and (admitted or check.status ~= 0) and (change or operation == 'R') then
@@ -743,41 +792,33 @@ local function decide(key_offset)
         if remaining then check.remaining, check.reset_us = remaining, reset_us end
       elseif check.ttl_ms then call('SET', check.key, change, 'PX', format('%d', check.ttl_ms))
       elseif check.kind == 'S' then call('DEL', check.key)
-      else
-        check.state = change and pack('<ddddd', check.id, kept_until, change[1], change[2], change[3])
-        changes[#changes + 1] = check
-      end
+      else changes[#changes + 1] = check end
     end
   end
   local failure = write_states(changes)
   if failure then return failure end
+  local outcomes = {}
   for i = 1, #checks do
     local check = checks[i]
     if op == 'P' or not admitted then check.remaining, check.reset_us = check.free, check.free_reset_us end
-    replies[#replies + 1] =
-      pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
+    outcomes[i] = pack('<ddddd', granted, check.status, check.remaining, check.reset_us, check.retry_us)
   end
+  return table.concat(outcomes)
 end
 
-local key_offset, limit_offset = 0, 0
+local key_offset = 0
 for g = 1, #groups do
   local group = groups[g]
   operation, charged_at, checks = group.operation, group.charged_at, group.checks
   for _ = 1, group.requests do
     -- With pcall, the other requests of the call still succeed if one request fails.
-    local _, failure = pcall(decide, key_offset)
-    if failure then
-      -- Lua errors are strings. In Redis versions below 7, errors of Redis commands are strings too.
-      if type(failure) ~= 'table' then
-        failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
-      end
-      failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = limit_offset, failure
-      for _ = 1, #checks do replies[#replies + 1] = pack('<ddddd', -1, 0, 0, 0, 0) end
+    local is_complete, reply = pcall(decide, key_offset)
+    -- Lua errors are strings. In Redis versions below 7, errors of Redis commands are strings too.
+    if not is_complete and type(reply) ~= 'table' then
+      reply = redis.error_reply(match(reply, '^%u+ ') and reply or 'ERR Error running script: ' .. reply)
     end
-    key_offset, limit_offset = key_offset + group.keys, limit_offset + #checks
+    replies[#replies + 1] = reply
+    key_offset = key_offset + group.keys
   end
 end
-replies = table.concat(replies)
-if failures then table.insert(failures, 1, replies) end
-return failures or replies
+return replies

@@ -7,7 +7,7 @@
 -- This driver creates no Lua tables or functions for its groups. In a large batch, a check therefore needs 25 % less
 -- CPU time than with generic.lua. In a call with a single check, the difference is larger.
 -- The reply contains the states that the script has read, from which the gateway computes the outcomes. The algorithms
--- therefore only decide, without the lines between the markers `outcome` and `end outcome`.
+-- therefore only decide, without the lines between the markers `generic` and `end generic`.
 -- This driver calls Redis commands with redis.pcall. If one request fails, the other requests of the call succeed.
 local call, floor, ceil, format = redis.pcall, math.floor, math.ceil, string.format
 local pack, unpack = struct.pack, struct.unpack
@@ -47,24 +47,30 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_offset = {pack('<dc1', now, 's')}, 1, nil, 0
+local replies, reply_count, key_offset = {pack('<dc1', now, 's')}, 1, 0
 position = CALL_BYTES + 1
-local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
-local offset_of, read_state, ttl_of, extend, write_states
+local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
   local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
-  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
-  -- assignments, so the texts are kept.
-  function offset_of(position)
-    local offset = offsets[position]
-    if not offset then
-      offset = format('%d', position + 7)
-      offsets[position] = offset
+  -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
+  -- kept.
+  local function offset_text(offset)
+    local text = offsets[offset]
+    if not text then
+      text = format('%d', offset)
+      offsets[offset] = text
     end
-    return offset
+    return text
+  end
+
+  -- Return the offsets of the head and of the body of the state with this index in a value.
+  local function offsets_of(value, index)
+    local states = (#value - HEADER_BYTES) / STATE_BYTES
+    return HEADER_BYTES + HEAD_BYTES * (index - 1), HEADER_BYTES + HEAD_BYTES * states + BODY_BYTES * (index - 1)
   end
 
   -- Return the separate key of a state. `number` is the number of the limit, counted over all groups.
@@ -77,7 +83,7 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the position of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- groups. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
   -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
   function read_state(key, value, id, number)
     if value then
@@ -86,8 +92,13 @@ do
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
       local packed_id, at = pack('<d', id), HEADER_BYTES
-      repeat at = find(value, packed_id, at + 1, true) until not at or at % STATE_BYTES == HEADER_BYTES + 1
-      if at then return at, nil, unpack('<dddd', value, at + 8) end
+      local bodies_offset = HEADER_BYTES + HEAD_BYTES * (#value - HEADER_BYTES) / STATE_BYTES
+      repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      if at and at <= bodies_offset then
+        local index = (at - 1 - HEADER_BYTES) / HEAD_BYTES + 1
+        local kept_until, field1, field2 = unpack('<ddd', value, bodies_offset + BODY_BYTES * (index - 1) + 1)
+        return index, nil, kept_until, field1, field2, (unpack('<d', value, at + 8))
+      end
     end
     local separate_key = separate_key_of(key, number)
     local state = call('GET', separate_key)
@@ -113,14 +124,24 @@ do
     return type(result) == 'table' and result or expires_at
   end
 
+  -- Overwrite the state with this index in a value. Return an error reply, or nothing.
+  function overwrite(key, value, index, kept_until, field1, field2, field3)
+    local head_offset, body_offset = offsets_of(value, index)
+    local result = call('SETRANGE', key, offset_text(body_offset), pack('<ddd', kept_until, field1, field2))
+    if result == #value and unpack('<d', value, head_offset + 9) ~= field3 then
+      result = call('SETRANGE', key, offset_text(head_offset + 8), pack('<d', field3))
+    end
+    if result ~= #value then return result end
+  end
+
   -- Return whether a state can be added to a value. The value then has few states, or states that are no longer kept. Do
   -- not look for those if the state has a separate key already.
   local function has_room(value, has_separate_key)
     if not value or #value < full_bytes then return true end
     if has_separate_key then return false end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local _, kept_until = unpack('<dd', value, position)
-      if kept_until <= now then return true end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local _, body_offset = offsets_of(value, index)
+      if unpack('<d', value, body_offset + 1) <= now then return true end
     end
     return false
   end
@@ -128,45 +149,52 @@ do
   -- Write the value of an identity with changed states (see `write_states`). If the value is full, drop states that are no
   -- longer kept. Return the reply of Redis.
   local function rewrite(key, value, changes)
-    value = value or ''
-    local by_id, states, kept_until = {}, {}, 0
+    value = value or string.rep('\0', HEADER_BYTES)
+    local by_id, heads, bodies, kept_until = {}, {}, {}, 0
     for i = 1, #changes do by_id[changes[i].id] = changes[i] end
-    local function add(state, time)
-      states[#states + 1] = state
+    local function add(head, body, time)
+      heads[#heads + 1], bodies[#bodies + 1] = head, body
       if time > kept_until then kept_until = time end
     end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local id, time = unpack('<dd', value, position)
+    local function add_change(change)
+      if change.kept_until then
+        add(pack('<dd', change.id, change.field3), pack('<ddd', change.kept_until, change.field1, change.field2),
+          change.kept_until)
+      end
+    end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local head_offset, body_offset = offsets_of(value, index)
+      local id, time = unpack('<d', value, head_offset + 1), unpack('<d', value, body_offset + 1)
       local change = by_id[id]
       if change then
         by_id[id] = nil
-        if change.kept_until then add(change.state, change.kept_until) end
+        add_change(change)
       elseif #value < full_bytes or time > now then
-        add(byte_range(value, position, position + STATE_BYTES - 1), time)
+        add(byte_range(value, head_offset + 1, head_offset + HEAD_BYTES),
+          byte_range(value, body_offset + 1, body_offset + BODY_BYTES), time)
       end
     end
     for i = 1, #changes do
-      local change = changes[i]
-      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+      if by_id[changes[i].id] then add_change(changes[i]) end
     end
-    if #states == 0 then return call('DEL', key) end
+    if #heads == 0 then return call('DEL', key) end
     local ttl_ms = ttl_of(kept_until)
-    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(heads) .. concat(bodies), 'PX',
+      format('%d', ttl_ms))
   end
 
   -- Write a changed state to its separate key, or delete the key. Return the reply of Redis.
   local function write_separately(change)
     if not change.kept_until then return call('DEL', change.separate_key) end
-    local _, kept_until, field1, field2, field3 = unpack('<ddddd', change.state)
-    local ttl_ms = ceil((kept_until - now) / 1000)
-    return call('SET', change.separate_key, pack('<i8i8i8i8', kept_until, field1, field2, field3), 'PX',
-      format('%d', ttl_ms))
+    local ttl_ms = ceil((change.kept_until - now) / 1000)
+    local state = pack('<i8i8i8i8', change.kept_until, change.field1, change.field2, change.field3)
+    return call('SET', change.separate_key, state, 'PX', format('%d', ttl_ms))
   end
 
   -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
-  -- `position` (the position of the state in the value, or nil), `separate_key` (if the state is not in the value),
-  -- `exists` (whether the separate key exists), `id`, `kept_until` and `state` (the numbers of the state). A state without
-  -- `kept_until` is removed. Return an error reply, or nothing.
+  -- `index` (the index of the state in the value, or nil), `separate_key` (if the state is not in the value), `exists`
+  -- (whether the separate key exists), `id`, `kept_until` and `field1`, `field2`, `field3`. A state without `kept_until`
+  -- is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
@@ -177,22 +205,27 @@ do
         for j = i, #changes do
           local change = changes[j]
           if change.key == key then
-            if not change.position
+            if not change.index
               and not (change.kept_until and layout == 'i' and has_room(value, change.exists)) then
               result = write_separately(change)
               if type(result) == 'table' and result.err then return result end
             else
               of_value[#of_value + 1] = change
-              if not (change.position and change.kept_until) then in_place = false
+              if not (change.index and change.kept_until) then in_place = false
               elseif change.kept_until > kept_until then kept_until = change.kept_until end
             end
           end
         end
-        if not in_place then result = rewrite(key, value, of_value) end
+        if not in_place then
+          result = rewrite(key, value, of_value)
+          if type(result) == 'table' and result.err then return result end
+        end
         for j = 1, #of_value do
           local change = of_value[j]
-          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
-          if type(result) == 'table' and result.err then return result end
+          if in_place then
+            result = overwrite(key, value, change.index, change.kept_until, change.field1, change.field2, change.field3)
+            if result then return result end
+          end
           if change.separate_key and change.exists then call('DEL', change.separate_key) end
         end
         if in_place and value and kept_until > unpack('<d', value) then
@@ -212,16 +245,15 @@ for group = 1, groups do
     local key, op, cost, status = keys[i], 'C', requested, 0
     local free, free_reset_us, reset_us = 0, nil, nil
     local ttl_us, new_field1, new_field2, new_field3
-    local key_expires_at, field1, field2, field3, failure, state_position, separate_key
-    local value, value_expires_at, first_id = call('GET', key), 0, nil
+    local key_expires_at, field1, field2, field3, failure, index, separate_key
+    local value, value_expires_at, first_id, result = call('GET', key), 0, nil, nil
     -- Most values have one state.
     if value and #value == HEADER_BYTES + STATE_BYTES then
-      value_expires_at, first_id, key_expires_at, field1, field2, field3 = unpack('<dddddd', value)
-      state_position = HEADER_BYTES + 1
+      value_expires_at, first_id, field3, key_expires_at, field1, field2 = unpack('<dddddd', value)
     end
     if first_id ~= id then
-      state_position, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
-      if type(state_position) == 'table' then failure = state_position
+      index, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      if type(index) == 'table' then failure = index
       elseif value then value_expires_at = unpack('<d', value) end
     end
     -- The operation T runs the algorithm twice: the first run returns how many tokens remain, and the second run
@@ -275,14 +307,6 @@ for group = 1, groups do
         -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
         local charged = debt + charge
-        if op == 'R' then
-          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
-          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
-          local repaid_us, credit = now - charged_at - unpack('<d', d), charge
-          if repaid_us >= credit / refill then credit = 0
-          elseif repaid_us > 0 then credit = credit - repaid_us * refill end
-          charged = debt > credit and debt - credit or 0
-        end
         if charged > capacity and (op == 'C' or op == 'P') then
           status = 1
           -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
@@ -292,7 +316,12 @@ for group = 1, groups do
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us = false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = ceil(charged / refill), now, charged, parts end
+          if charged > 0 then
+            ttl_us = ceil(charged / refill)
+            new_field1 = now
+            new_field2 = charged
+            new_field3 = parts
+          end
         end
       elseif kind == 'F' or kind == 'X' then
         local limit, window = a, b
@@ -318,11 +347,6 @@ for group = 1, groups do
         free = limit - count
 
         local charged = count + cost
-        if op == 'R' then
-          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
-          charged = charged_at >= start and charged_at < window_end and count - cost or count
-          if charged < 0 then charged = 0 end
-        end
         if charged > limit and (op == 'C' or op == 'P') then
           status = 1
           if clock_went_back and count > 0 then
@@ -331,7 +355,12 @@ for group = 1, groups do
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us = false
-          if charged > 0 then ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, charged, 0 end
+          if charged > 0 then
+            ttl_us = window_end - now
+            new_field1 = start
+            new_field2 = charged
+            new_field3 = 0
+          end
         end
       elseif kind == 'W' then
         local limit, window, unit = a, b, c
@@ -354,12 +383,16 @@ for group = 1, groups do
             ttl_us, new_field1, new_field2, new_field3 = free_reset_us, start, current, previous
           end
         else
-          if op ~= 'R' then current = math.min(current + cost, floor(MAX_STATE / 2 / units))
-          elseif charged_at >= start then current = current > cost and current - cost or 0
-          elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
+          -- Only unconditional charges reach the maximum.
+          current = current + cost
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us = false
-          if reset_us > 0 then ttl_us, new_field1, new_field2, new_field3 = reset_us, start, current, previous end
+          if reset_us > 0 then
+            ttl_us = reset_us
+            new_field1 = start
+            new_field2 = current
+            new_field3 = previous
+          end
         end
       else
         failure = redis.error_reply('RLARG unknown kind')
@@ -376,44 +409,37 @@ for group = 1, groups do
       if slack_us < MIN_KEY_SLACK_US or slack_us >= MAX_KEY_SLACK_US then
         kept_until = now + (ceil(ttl_us / 1000) + KEY_SLACK_MS) * 1000
       end
-      if state_position and (first_id ~= id or kept_until <= value_expires_at) then
-        local length = call('SETRANGE', key, first_id == id and '16' or offset_of(state_position),
-          pack('<dddd', kept_until, new_field1, new_field2, new_field3))
+      if first_id == id and kept_until <= value_expires_at and new_field3 == field3 then
+        local length = call('SETRANGE', key, '24', pack('<ddd', kept_until, new_field1, new_field2))
         failure = length ~= #value and length
-        if kept_until > value_expires_at and not failure then
-          local result = extend(key, kept_until)
-          failure = type(result) == 'table' and result
-        end
       elseif first_id == id or not value and not key_expires_at then
         local ttl_ms = ttl_of(kept_until)
-        local new_value = pack('<dddddd', now + ttl_ms * 1000, id, kept_until, new_field1, new_field2, new_field3)
-        local result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
+        local new_value = pack('<dddddd', now + ttl_ms * 1000, id, new_field3, kept_until, new_field1, new_field2)
+        result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
         failure = result.err and result
+      elseif index then
+        failure = overwrite(key, value, index, kept_until, new_field1, new_field2, new_field3)
+        if kept_until > value_expires_at and not failure then
+          result = extend(key, kept_until)
+          failure = type(result) == 'table' and result
+        end
       else
         failure = write_states({{
-          key = key, value = value, position = state_position, separate_key = separate_key, exists = key_expires_at,
-          id = id, kept_until = kept_until,
-          state = pack('<ddddd', id, kept_until, new_field1, new_field2, new_field3),
+          key = key, value = value, separate_key = separate_key, exists = key_expires_at,
+          id = id, kept_until = kept_until, field1 = new_field1, field2 = new_field2, field3 = new_field3,
         }})
       end
     end
-    if failure then
-      failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = i - 1, failure
-    end
-    if failure then replies[reply_count + 1] = 'e'
-    elseif first_id == id then
-      replies[reply_count + 1], replies[reply_count + 2] = status == 0 and 'a' or 'd', value
+    if failure then result = failure
+    elseif first_id == id then result = value
+    else result = pack('<dddd', key_expires_at or 0, field1 or 0, field2 or 0, field3 or 0) end
+    if status ~= 0 and not failure then
       reply_count = reply_count + 1
-    else
-      replies[reply_count + 1] = status == 0 and 'm' or 'n'
-      replies[reply_count + 2] = pack('<dddd', key_expires_at or 0, field1 or 0, field2 or 0, field3 or 0)
-      reply_count = reply_count + 1
+      replies[reply_count] = 0
     end
     reply_count = reply_count + 1
+    replies[reply_count] = result
   end
   key_offset = key_offset + requests
 end
-replies = table.concat(replies)
-if failures then table.insert(failures, 1, replies) end
-return failures or replies
+return replies

@@ -75,25 +75,30 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local replies, reply_count, failures, key_index, limit_offset, limit_count = {pack('<dc1', now, 's')}, 1, nil, 0, 0, 0
+local replies, reply_count, key_offset, limit_offset = {pack('<dc1', now, 's')}, 1, 0, 0
 position = CALL_BYTES + 1
-local no_state = string.rep('\0', 32)
-local HEADER_BYTES, STATE_BYTES, byte_range = 8, 40, string.sub
-local offset_of, read_state, ttl_of, extend, write_states
+local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
   local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
-  -- Return the offset of the numbers of a state after its id, for SETRANGE. Formatting a number takes as long as forty
-  -- assignments, so the texts are kept.
-  function offset_of(position)
-    local offset = offsets[position]
-    if not offset then
-      offset = format('%d', position + 7)
-      offsets[position] = offset
+  -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
+  -- kept.
+  local function offset_text(offset)
+    local text = offsets[offset]
+    if not text then
+      text = format('%d', offset)
+      offsets[offset] = text
     end
-    return offset
+    return text
+  end
+
+  -- Return the offsets of the head and of the body of the state with this index in a value.
+  local function offsets_of(value, index)
+    local states = (#value - HEADER_BYTES) / STATE_BYTES
+    return HEADER_BYTES + HEAD_BYTES * (index - 1), HEADER_BYTES + HEAD_BYTES * states + BODY_BYTES * (index - 1)
   end
 
   -- Return the separate key of a state. `number` is the number of the limit, counted over all groups.
@@ -106,7 +111,7 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the position of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- groups. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
   -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
   function read_state(key, value, id, number)
     if value then
@@ -115,8 +120,13 @@ do
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
       local packed_id, at = pack('<d', id), HEADER_BYTES
-      repeat at = find(value, packed_id, at + 1, true) until not at or at % STATE_BYTES == HEADER_BYTES + 1
-      if at then return at, nil, unpack('<dddd', value, at + 8) end
+      local bodies_offset = HEADER_BYTES + HEAD_BYTES * (#value - HEADER_BYTES) / STATE_BYTES
+      repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      if at and at <= bodies_offset then
+        local index = (at - 1 - HEADER_BYTES) / HEAD_BYTES + 1
+        local kept_until, field1, field2 = unpack('<ddd', value, bodies_offset + BODY_BYTES * (index - 1) + 1)
+        return index, nil, kept_until, field1, field2, (unpack('<d', value, at + 8))
+      end
     end
     local separate_key = separate_key_of(key, number)
     local state = call('GET', separate_key)
@@ -142,14 +152,24 @@ do
     return type(result) == 'table' and result or expires_at
   end
 
+  -- Overwrite the state with this index in a value. Return an error reply, or nothing.
+  function overwrite(key, value, index, kept_until, field1, field2, field3)
+    local head_offset, body_offset = offsets_of(value, index)
+    local result = call('SETRANGE', key, offset_text(body_offset), pack('<ddd', kept_until, field1, field2))
+    if result == #value and unpack('<d', value, head_offset + 9) ~= field3 then
+      result = call('SETRANGE', key, offset_text(head_offset + 8), pack('<d', field3))
+    end
+    if result ~= #value then return result end
+  end
+
   -- Return whether a state can be added to a value. The value then has few states, or states that are no longer kept. Do
   -- not look for those if the state has a separate key already.
   local function has_room(value, has_separate_key)
     if not value or #value < full_bytes then return true end
     if has_separate_key then return false end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local _, kept_until = unpack('<dd', value, position)
-      if kept_until <= now then return true end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local _, body_offset = offsets_of(value, index)
+      if unpack('<d', value, body_offset + 1) <= now then return true end
     end
     return false
   end
@@ -157,45 +177,52 @@ do
   -- Write the value of an identity with changed states (see `write_states`). If the value is full, drop states that are no
   -- longer kept. Return the reply of Redis.
   local function rewrite(key, value, changes)
-    value = value or ''
-    local by_id, states, kept_until = {}, {}, 0
+    value = value or string.rep('\0', HEADER_BYTES)
+    local by_id, heads, bodies, kept_until = {}, {}, {}, 0
     for i = 1, #changes do by_id[changes[i].id] = changes[i] end
-    local function add(state, time)
-      states[#states + 1] = state
+    local function add(head, body, time)
+      heads[#heads + 1], bodies[#bodies + 1] = head, body
       if time > kept_until then kept_until = time end
     end
-    for position = HEADER_BYTES + 1, #value, STATE_BYTES do
-      local id, time = unpack('<dd', value, position)
+    local function add_change(change)
+      if change.kept_until then
+        add(pack('<dd', change.id, change.field3), pack('<ddd', change.kept_until, change.field1, change.field2),
+          change.kept_until)
+      end
+    end
+    for index = 1, (#value - HEADER_BYTES) / STATE_BYTES do
+      local head_offset, body_offset = offsets_of(value, index)
+      local id, time = unpack('<d', value, head_offset + 1), unpack('<d', value, body_offset + 1)
       local change = by_id[id]
       if change then
         by_id[id] = nil
-        if change.kept_until then add(change.state, change.kept_until) end
+        add_change(change)
       elseif #value < full_bytes or time > now then
-        add(byte_range(value, position, position + STATE_BYTES - 1), time)
+        add(byte_range(value, head_offset + 1, head_offset + HEAD_BYTES),
+          byte_range(value, body_offset + 1, body_offset + BODY_BYTES), time)
       end
     end
     for i = 1, #changes do
-      local change = changes[i]
-      if by_id[change.id] and change.kept_until then add(change.state, change.kept_until) end
+      if by_id[changes[i].id] then add_change(changes[i]) end
     end
-    if #states == 0 then return call('DEL', key) end
+    if #heads == 0 then return call('DEL', key) end
     local ttl_ms = ttl_of(kept_until)
-    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(states), 'PX', format('%d', ttl_ms))
+    return call('SET', key, pack('<d', now + ttl_ms * 1000) .. concat(heads) .. concat(bodies), 'PX',
+      format('%d', ttl_ms))
   end
 
   -- Write a changed state to its separate key, or delete the key. Return the reply of Redis.
   local function write_separately(change)
     if not change.kept_until then return call('DEL', change.separate_key) end
-    local _, kept_until, field1, field2, field3 = unpack('<ddddd', change.state)
-    local ttl_ms = ceil((kept_until - now) / 1000)
-    return call('SET', change.separate_key, pack('<i8i8i8i8', kept_until, field1, field2, field3), 'PX',
-      format('%d', ttl_ms))
+    local ttl_ms = ceil((change.kept_until - now) / 1000)
+    local state = pack('<i8i8i8i8', change.kept_until, change.field1, change.field2, change.field3)
+    return call('SET', change.separate_key, state, 'PX', format('%d', ttl_ms))
   end
 
   -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
-  -- `position` (the position of the state in the value, or nil), `separate_key` (if the state is not in the value),
-  -- `exists` (whether the separate key exists), `id`, `kept_until` and `state` (the numbers of the state). A state without
-  -- `kept_until` is removed. Return an error reply, or nothing.
+  -- `index` (the index of the state in the value, or nil), `separate_key` (if the state is not in the value), `exists`
+  -- (whether the separate key exists), `id`, `kept_until` and `field1`, `field2`, `field3`. A state without `kept_until`
+  -- is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
@@ -206,22 +233,27 @@ do
         for j = i, #changes do
           local change = changes[j]
           if change.key == key then
-            if not change.position
+            if not change.index
               and not (change.kept_until and layout == 'i' and has_room(value, change.exists)) then
               result = write_separately(change)
               if type(result) == 'table' and result.err then return result end
             else
               of_value[#of_value + 1] = change
-              if not (change.position and change.kept_until) then in_place = false
+              if not (change.index and change.kept_until) then in_place = false
               elseif change.kept_until > kept_until then kept_until = change.kept_until end
             end
           end
         end
-        if not in_place then result = rewrite(key, value, of_value) end
+        if not in_place then
+          result = rewrite(key, value, of_value)
+          if type(result) == 'table' and result.err then return result end
+        end
         for j = 1, #of_value do
           local change = of_value[j]
-          if in_place then result = call('SETRANGE', key, offset_of(change.position), byte_range(change.state, 9)) end
-          if type(result) == 'table' and result.err then return result end
+          if in_place then
+            result = overwrite(key, value, change.index, change.kept_until, change.field1, change.field2, change.field3)
+            if result then return result end
+          end
           if change.separate_key and change.exists then call('DEL', change.separate_key) end
         end
         if in_place and value and kept_until > unpack('<d', value) then
@@ -249,87 +281,88 @@ for _ = 1, groups do
       unread_limits = unread_limits - 1
     end
   end
-  -- The code below passes the values of all limits to `pack`, which ignores the values after the end of the format.
-  local value_format = limits == 1 and '<dddddd' or limits == 2 and '<ddddddddddd' or limits == 3 and '<dddddddddddddddd'
-    or '<ddddddddddddddddddddd'
-  local value_bytes = keys_per_request == 1 and HEADER_BYTES + STATE_BYTES * limits
+  -- The size of a value that consists of the states of these limits, and the formats of its parts. The limits of several
+  -- identities have no such value. The code below unpacks and packs the values of all limits of the script. It ignores
+  -- the values after the end of a format.
+  local value_bytes, head_format, body_format, body_offset = nil, '', '', '0'
+  local body_position = HEADER_BYTES + HEAD_BYTES * limits + 1
+  if keys_per_request == 1 then
+    value_bytes = HEADER_BYTES + STATE_BYTES * limits
+    if limits == 1 then head_format, body_format, body_offset = '<ddd', '<ddd', '24'
+    elseif limits == 2 then head_format, body_format, body_offset = '<ddddd', '<dddddd', '40'
+    elseif limits == 3 then head_format, body_format, body_offset = '<ddddddd', '<ddddddddd', '56'
+    else head_format, body_format, body_offset = '<ddddddddd', '<dddddddddddd', '72' end
+  end
   for _ = 1, requests do
-    key_index = key_index + 1
-    local key, admitted, failure, result = keys[key_index], true, nil, nil
-    local value, value_expires_at = call('GET', key), 0
-    -- `is_in_order`: the value consists of the states of these limits in their order. `kept_until`: the latest time until
-    -- which a changed state is kept. `all_change`, `any_repair`: whether all states change, and whether a state changes
-    -- although its limit denies. `is_in_place`: whether all states have a position. `is_new`: whether no state exists, and
-    -- all have the same key.
-    local is_in_order, kept_until, all_change, any_repair, is_in_place, is_new = false, 0, true, false, true, false
-    local key_1, value_1, value_expires_at_1, position_1, separate_key_1
-    local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1
-    local key_expires_at_1, field1_1, field2_1, field3_1, kept_until_1
-    local key_2, value_2, value_expires_at_2, position_2, separate_key_2
-    local status_2, ttl_us_2, new_field1_2, new_field2_2, new_field3_2
-    local key_expires_at_2, field1_2, field2_2, field3_2, kept_until_2
-    if value and #value == value_bytes then
-      value_expires_at
-        , position_1, key_expires_at_1, field1_1, field2_1, field3_1
-        , position_2, key_expires_at_2, field1_2, field2_2, field3_2
-        = unpack(value_format, value)
-      -- For now, `position_1` is the id of the state.
-      is_in_order = true
-        and (not kind_1 or position_1 == id_1)
-        and (not kind_2 or position_2 == id_2)
-    end
+    local key, admitted, failure, result = keys[key_offset + 1], true, nil, nil
+    local value = call('GET', key)
+    -- `kept_until`: the latest time until which a changed state is kept. `any_repair`: whether a state changes although its
+    -- limit denies. `is_in_place`: whether all states are in values. `is_new`: whether no state exists, and all have the
+    -- same key.
+    local kept_until, any_repair, is_in_place, is_new = 0, false, true, false
+    -- Whether the value consists of the states of these limits in their order. If it has another size, unpack any string,
+    -- and do not use the numbers.
+    local is_in_order = value and #value == value_bytes
+    local value_expires_at
+      , stored_id_1, field3_1
+      , stored_id_2, field3_2
+      = unpack(head_format, is_in_order and value or args)
+    local
+      key_expires_at_1, field1_1, field2_1,
+      key_expires_at_2, field1_2, field2_2,
+      _ = unpack(body_format, is_in_order and value or args, body_position)
+    local key_1, value_1, index_1, separate_key_1
+    local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1, kept_until_1
+    local key_2, value_2, index_2, separate_key_2
+    local status_2, ttl_us_2, new_field1_2, new_field2_2, new_field3_2, kept_until_2
+    is_in_order = is_in_order
+      and (not kind_1 or stored_id_1 == id_1)
+      and (not kind_2 or stored_id_2 == id_2)
     if not is_in_order then
-      -- `expected`: the position in the value of the next state of these limits, if the value has them in their order.
-      local number, expected, other_id = limit_offset, nil, nil
+      local number, key_index = limit_offset, key_offset
       is_new = keys_per_request == 1
       if kind_1 and not failure then
-        number, other_id = number + 1, nil
+        number = number + 1
         if place_1 == 'f' then
-          if number > limit_offset + 1 then
-            key_index = key_index + 1
+          key_index = key_index + 1
+          if key_index > key_offset + 1 then
             key = keys[key_index]
             value = call('GET', key)
           end
-          expected, value_expires_at = nil, 0
-          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
-            expected = HEADER_BYTES + 1
-            value_expires_at, other_id, key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<dddddd', value)
-          end
-        elseif expected and expected < #value then
-          other_id, key_expires_at_1, field1_1, field2_1, field3_1 = unpack('<ddddd', value, expected)
         end
-        if other_id == id_1 then position_1, expected = expected, expected + STATE_BYTES
+        key_1, value_1, stored_id_1 = key, value, nil
+        -- Most of the other values have one state.
+        if value and #value == HEADER_BYTES + STATE_BYTES then
+          stored_id_1, field3_1, key_expires_at_1, field1_1, field2_1 = unpack('<ddddd', value, HEADER_BYTES + 1)
+        end
+        if stored_id_1 == id_1 then index_1 = 1
         else
-          position_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
-          if type(position_1) == 'table' then failure = position_1 end
+          index_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          if not index_1 then is_in_place = false
+          elseif type(index_1) == 'table' then failure = index_1 end
         end
-        key_1, value_1, value_expires_at_1 = key, value, value_expires_at
-        if not position_1 then is_in_place = false end
         is_new = is_new and not value and not key_expires_at_1
       end
       if kind_2 and not failure then
-        number, other_id = number + 1, nil
+        number = number + 1
         if place_2 == 'f' then
-          if number > limit_offset + 1 then
-            key_index = key_index + 1
+          key_index = key_index + 1
+          if key_index > key_offset + 1 then
             key = keys[key_index]
             value = call('GET', key)
           end
-          expected, value_expires_at = nil, 0
-          if value and (#value == HEADER_BYTES + STATE_BYTES or #value % STATE_BYTES == HEADER_BYTES and #value > HEADER_BYTES) then
-            expected = HEADER_BYTES + 1
-            value_expires_at, other_id, key_expires_at_2, field1_2, field2_2, field3_2 = unpack('<dddddd', value)
-          end
-        elseif expected and expected < #value then
-          other_id, key_expires_at_2, field1_2, field2_2, field3_2 = unpack('<ddddd', value, expected)
         end
-        if other_id == id_2 then position_2, expected = expected, expected + STATE_BYTES
+        key_2, value_2, stored_id_2 = key, value, nil
+        -- Most of the other values have one state.
+        if value and #value == HEADER_BYTES + STATE_BYTES then
+          stored_id_2, field3_2, key_expires_at_2, field1_2, field2_2 = unpack('<ddddd', value, HEADER_BYTES + 1)
+        end
+        if stored_id_2 == id_2 then index_2 = 1
         else
-          position_2, separate_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number)
-          if type(position_2) == 'table' then failure = position_2 end
+          index_2, separate_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number)
+          if not index_2 then is_in_place = false
+          elseif type(index_2) == 'table' then failure = index_2 end
         end
-        key_2, value_2, value_expires_at_2 = key, value, value_expires_at
-        if not position_2 then is_in_place = false end
         is_new = is_new and not value and not key_expires_at_2
       end
     end
@@ -381,14 +414,6 @@ for _ = 1, groups do
         -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost_1 > MAX_STATE / parts and MAX_STATE or cost_1 * parts
         local charged = debt + charge
-        if op == 'R' then
-          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
-          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
-          local repaid_us, credit = now - charged_at - unpack('<d_1', d_1), charge
-          if repaid_us >= credit / refill then credit = 0
-          elseif repaid_us > 0 then credit = credit - repaid_us * refill end
-          charged = debt > credit and debt - credit or 0
-        end
         if charged > capacity and (op == 'C' or op == 'P') then
           status_1 = 1
           -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
@@ -398,7 +423,12 @@ for _ = 1, groups do
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_1 = false
-          if charged > 0 then ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = ceil(charged / refill), now, charged, parts end
+          if charged > 0 then
+            ttl_us_1 = ceil(charged / refill)
+            new_field1_1 = now
+            new_field2_1 = charged
+            new_field3_1 = parts
+          end
         end
       elseif kind_1 == 'F' or kind_1 == 'X' then
         local limit, window = a_1, b_1
@@ -423,11 +453,6 @@ for _ = 1, groups do
         window_end = window_end or start + window
 
         local charged = count + cost_1
-        if op == 'R' then
-          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
-          charged = charged_at >= start and charged_at < window_end and count - cost_1 or count
-          if charged < 0 then charged = 0 end
-        end
         if charged > limit and (op == 'C' or op == 'P') then
           status_1 = 1
           if clock_went_back and count > 0 then
@@ -436,7 +461,12 @@ for _ = 1, groups do
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_1 = false
-          if charged > 0 then ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = window_end - now, start, charged, 0 end
+          if charged > 0 then
+            ttl_us_1 = window_end - now
+            new_field1_1 = start
+            new_field2_1 = charged
+            new_field3_1 = 0
+          end
         end
       elseif kind_1 == 'W' then
         local limit, window, unit = a_1, b_1, c_1
@@ -458,12 +488,16 @@ for _ = 1, groups do
             ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = free_reset_us, start, current, previous
           end
         else
-          if op ~= 'R' then current = math.min(current + cost_1, floor(MAX_STATE / 2 / units))
-          elseif charged_at >= start then current = current > cost_1 and current - cost_1 or 0
-          elseif charged_at >= start - window then previous = previous > cost_1 and previous - cost_1 or 0 end
+          -- Only unconditional charges reach the maximum.
+          current = current + cost_1
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us_1 = false
-          if reset_us > 0 then ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = reset_us, start, current, previous end
+          if reset_us > 0 then
+            ttl_us_1 = reset_us
+            new_field1_1 = start
+            new_field2_1 = current
+            new_field3_1 = previous
+          end
         end
       else
         failure = redis.error_reply('RLARG unknown kind')
@@ -475,7 +509,7 @@ for _ = 1, groups do
           kept_until_1 = now + (ceil(ttl_us_1 / 1000) + KEY_SLACK_MS) * 1000
         end
         if kept_until_1 > kept_until then kept_until = kept_until_1 end
-      else all_change = false end
+      end
       if status_1 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_1 end
     end
     if kind_2 then
@@ -526,14 +560,6 @@ for _ = 1, groups do
         -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
         local charge = cost_2 > MAX_STATE / parts and MAX_STATE or cost_2 * parts
         local charged = debt + charge
-        if op == 'R' then
-          -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
-          -- tokens have already repaid a part of the charge itself, and are subtracted from the refund.
-          local repaid_us, credit = now - charged_at - unpack('<d_2', d_2), charge
-          if repaid_us >= credit / refill then credit = 0
-          elseif repaid_us > 0 then credit = credit - repaid_us * refill end
-          charged = debt > credit and debt - credit or 0
-        end
         if charged > capacity and (op == 'C' or op == 'P') then
           status_2 = 1
           -- If the rate was lowered, write a state with the new rate, because retry_us was computed with this rate.
@@ -543,7 +569,12 @@ for _ = 1, groups do
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_2 = false
-          if charged > 0 then ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = ceil(charged / refill), now, charged, parts end
+          if charged > 0 then
+            ttl_us_2 = ceil(charged / refill)
+            new_field1_2 = now
+            new_field2_2 = charged
+            new_field3_2 = parts
+          end
         end
       elseif kind_2 == 'F' or kind_2 == 'X' then
         local limit, window = a_2, b_2
@@ -568,11 +599,6 @@ for _ = 1, groups do
         window_end = window_end or start + window
 
         local charged = count + cost_2
-        if op == 'R' then
-          -- Refund the charge only if it was made in the current window. The count contains no charges of other windows.
-          charged = charged_at >= start and charged_at < window_end and count - cost_2 or count
-          if charged < 0 then charged = 0 end
-        end
         if charged > limit and (op == 'C' or op == 'P') then
           status_2 = 1
           if clock_went_back and count > 0 then
@@ -581,7 +607,12 @@ for _ = 1, groups do
         else
           if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_2 = false
-          if charged > 0 then ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = window_end - now, start, charged, 0 end
+          if charged > 0 then
+            ttl_us_2 = window_end - now
+            new_field1_2 = start
+            new_field2_2 = charged
+            new_field3_2 = 0
+          end
         end
       elseif kind_2 == 'W' then
         local limit, window, unit = a_2, b_2, c_2
@@ -603,12 +634,16 @@ for _ = 1, groups do
             ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = free_reset_us, start, current, previous
           end
         else
-          if op ~= 'R' then current = math.min(current + cost_2, floor(MAX_STATE / 2 / units))
-          elseif charged_at >= start then current = current > cost_2 and current - cost_2 or 0
-          elseif charged_at >= start - window then previous = previous > cost_2 and previous - cost_2 or 0 end
+          -- Only unconditional charges reach the maximum.
+          current = current + cost_2
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us_2 = false
-          if reset_us > 0 then ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = reset_us, start, current, previous end
+          if reset_us > 0 then
+            ttl_us_2 = reset_us
+            new_field1_2 = start
+            new_field2_2 = current
+            new_field3_2 = previous
+          end
         end
       else
         failure = redis.error_reply('RLARG unknown kind')
@@ -620,96 +655,103 @@ for _ = 1, groups do
           kept_until_2 = now + (ceil(ttl_us_2 / 1000) + KEY_SLACK_MS) * 1000
         end
         if kept_until_2 > kept_until then kept_until = kept_until_2 end
-      else all_change = false end
+      end
       if status_2 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_2 end
     end
     if failure then
       -- Do nothing: the code below adds the error to the reply.
-    elseif (is_in_order or is_new) and all_change and admitted then
-      local is_extended, ttl_ms = kept_until > value_expires_at, nil
-      if is_extended then
-        ttl_ms = ttl_of(kept_until)
-        value_expires_at = now + ttl_ms * 1000
+    elseif admitted and (is_in_order or is_new)
+      and (ttl_us_1 or not kind_1)
+      and (ttl_us_2 or not kind_2)
+      then
+      if is_in_order and kept_until <= value_expires_at
+        and (new_field3_1 == field3_1 or not kind_1)
+        and (new_field3_2 == field3_2 or not kind_2)
+        then
+        result = call('SETRANGE', key, body_offset, pack(body_format
+          , kept_until_1, new_field1_1, new_field2_1
+          , kept_until_2, new_field1_2, new_field2_2
+        ))
+        failure = result ~= value_bytes and result
+      else
+        local ttl_ms = ttl_of(kept_until)
+        local heads = pack(head_format, now + ttl_ms * 1000
+          , id_1, new_field3_1
+          , id_2, new_field3_2
+        )
+        local bodies = pack(body_format
+          , kept_until_1, new_field1_1, new_field2_1
+          , kept_until_2, new_field1_2, new_field2_2
+        )
+        result = call('SET', key, heads .. bodies, 'PX', format('%d', ttl_ms))
+        failure = result.err and result
       end
-      local new_value = pack(value_format, value_expires_at
-        , id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1
-        , id_2, kept_until_2, new_field1_2, new_field2_2, new_field3_2
-      )
-      if is_extended then result = call('SET', key, new_value, 'PX', format('%d', ttl_ms))
-      else result = call('SETRANGE', key, '0', new_value) end
-      failure = type(result) == 'table' and result.err and result or nil
     elseif admitted and is_in_place and not is_in_order then
       local extended_key, extended_until
       if kept_until_1 and not failure then
-        result = call('SETRANGE', key_1, position_1 == 9 and '16' or offset_of(position_1),
-          pack('<dddd', kept_until_1, new_field1_1, new_field2_1, new_field3_1))
-        failure = result ~= #value_1 and result
-        if kept_until_1 > value_expires_at_1 and not (extended_key == key_1 and extended_until >= kept_until_1) then
+        if #value_1 == HEADER_BYTES + STATE_BYTES and new_field3_1 == field3_1 then
+          result = call('SETRANGE', key_1, '24', pack('<ddd', kept_until_1, new_field1_1, new_field2_1))
+          failure = result ~= #value_1 and result
+        else failure = overwrite(key_1, value_1, index_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1) end
+        if kept_until_1 ~= key_expires_at_1 and kept_until_1 > unpack('<d', value_1)
+          and not (extended_key == key_1 and extended_until >= kept_until_1) then
           extended_key, extended_until = key_1, extend(key_1, kept_until_1)
           failure = failure or type(extended_until) == 'table' and extended_until
         end
       end
       if kept_until_2 and not failure then
-        result = call('SETRANGE', key_2, position_2 == 9 and '16' or offset_of(position_2),
-          pack('<dddd', kept_until_2, new_field1_2, new_field2_2, new_field3_2))
-        failure = result ~= #value_2 and result
-        if kept_until_2 > value_expires_at_2 and not (extended_key == key_2 and extended_until >= kept_until_2) then
+        if #value_2 == HEADER_BYTES + STATE_BYTES and new_field3_2 == field3_2 then
+          result = call('SETRANGE', key_2, '24', pack('<ddd', kept_until_2, new_field1_2, new_field2_2))
+          failure = result ~= #value_2 and result
+        else failure = overwrite(key_2, value_2, index_2, kept_until_2, new_field1_2, new_field2_2, new_field3_2) end
+        if kept_until_2 ~= key_expires_at_2 and kept_until_2 > unpack('<d', value_2)
+          and not (extended_key == key_2 and extended_until >= kept_until_2) then
           extended_key, extended_until = key_2, extend(key_2, kept_until_2)
           failure = failure or type(extended_until) == 'table' and extended_until
         end
       end
     elseif admitted or any_repair then
-      local changes, position_in_order = {}, HEADER_BYTES + 1
+      local changes, index_in_order = {}, 0
       if is_in_order then
-        key_1, value_1, position_1 = key, value, position_in_order
-        position_in_order = position_in_order + STATE_BYTES
+        index_in_order = index_in_order + 1
+        key_1, value_1, index_1 = key, value, index_in_order
       end
       if kept_until_1 and (admitted or status_1 ~= 0) then
         changes[#changes + 1] = {
-          key = key_1, value = value_1, position = position_1, separate_key = separate_key_1, exists = key_expires_at_1,
-          id = id_1, kept_until = kept_until_1,
-          state = pack('<ddddd', id_1, kept_until_1, new_field1_1, new_field2_1, new_field3_1),
+          key = key_1, value = value_1, index = index_1, separate_key = separate_key_1, exists = key_expires_at_1,
+          id = id_1, kept_until = kept_until_1, field1 = new_field1_1, field2 = new_field2_1, field3 = new_field3_1,
         }
       end
       if is_in_order then
-        key_2, value_2, position_2 = key, value, position_in_order
-        position_in_order = position_in_order + STATE_BYTES
+        index_in_order = index_in_order + 1
+        key_2, value_2, index_2 = key, value, index_in_order
       end
       if kept_until_2 and (admitted or status_2 ~= 0) then
         changes[#changes + 1] = {
-          key = key_2, value = value_2, position = position_2, separate_key = separate_key_2, exists = key_expires_at_2,
-          id = id_2, kept_until = kept_until_2,
-          state = pack('<ddddd', id_2, kept_until_2, new_field1_2, new_field2_2, new_field3_2),
+          key = key_2, value = value_2, index = index_2, separate_key = separate_key_2, exists = key_expires_at_2,
+          id = id_2, kept_until = kept_until_2, field1 = new_field1_2, field2 = new_field2_2, field3 = new_field3_2,
         }
       end
       failure = write_states(changes)
     end
-    if failure then
-      failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2] = limit_count, failure
-    end
-    limit_count = limit_count + limits
-    if failure then replies[reply_count + 1] = 'e'
-    elseif is_in_order then
-      replies[reply_count + 1], replies[reply_count + 2] = admitted and 'a' or 'd', value
-      reply_count = reply_count + 1
+    if failure then result = failure
+    elseif is_in_order then result = value
     else
-      replies[reply_count + 1] = admitted and 'm' or 'n'
-      if kind_1 then
-        reply_count = reply_count + 1
-        replies[reply_count + 1] = position_1 and byte_range(value_1, position_1 + 8, position_1 + 39)
-          or key_expires_at_1 and pack('<dddd', key_expires_at_1, field1_1, field2_1, field3_1) or no_state
-      end
-      if kind_2 then
-        reply_count = reply_count + 1
-        replies[reply_count + 1] = position_2 and byte_range(value_2, position_2 + 8, position_2 + 39)
-          or key_expires_at_2 and pack('<dddd', key_expires_at_2, field1_2, field2_2, field3_2) or no_state
-      end
+      local states_format = limits == 1 and '<dddd' or limits == 2 and '<dddddddd' or limits == 3 and '<dddddddddddd'
+        or '<dddddddddddddddd'
+      result = pack(states_format
+        , key_expires_at_1 or 0, field1_1 or 0, field2_1 or 0, field3_1 or 0
+        , key_expires_at_2 or 0, field1_2 or 0, field2_2 or 0, field3_2 or 0
+      )
+    end
+    if not (admitted or failure) then
+      reply_count = reply_count + 1
+      replies[reply_count] = 0
     end
     reply_count = reply_count + 1
+    replies[reply_count] = result
+    key_offset = key_offset + keys_per_request
   end
   limit_offset = limit_offset + limits
 end
-replies = table.concat(replies)
-if failures then table.insert(failures, 1, replies) end
-return failures or replies
+return replies

@@ -393,10 +393,14 @@ impl Place {
     fn read(&self, value: &[u8]) -> (Option<Vec<u8>>, u64) {
         let numbers: Vec<_> = value.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes) as u64).collect();
         assert_eq!((numbers.len() % 5, value.len() % 8), (1, 0), "a time, and five numbers for each state");
-        let states = || numbers[1..].chunks(5);
-        let own = states().find(|state| state[0] == self.state.id());
-        let bytes = own.map(|state| state[1..].iter().flat_map(|number| number.to_le_bytes()).collect());
-        let longest = states().map(|state| state[1]).max().unwrap();
+        // Each state has two numbers in the heads, and then three in the bodies.
+        let (heads, bodies) = numbers[1..].split_at((numbers.len() - 1) / 5 * 2);
+        let states = || heads.chunks(2).zip(bodies.chunks(3));
+        let own = states().find(|(head, _)| head[0] == self.state.id());
+        let bytes = own.map(|(head, body)| {
+            [body[0], body[1], body[2], head[1]].iter().flat_map(|number| number.to_le_bytes()).collect()
+        });
+        let longest = states().map(|(_, body)| body[0]).max().unwrap();
         assert!(numbers[0] >= longest, "the key of an identity outlives each of its states");
         (bytes, longest)
     }

@@ -65,9 +65,9 @@ impl Lua54 {
         let parts = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule)).with_usage(counts_usage);
         let script = script(script::script_variant(&self.layout, operation, &terms), parts);
         let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &arguments);
-        let Replied::Bulk(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
+        let Replied::Array(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
         let reply = redis::parse_redis_value(&reply.encode()).unwrap();
-        ScriptReply::new(reply, charges.len()).unwrap().next_verdict(operation, &terms).unwrap().unwrap()
+        ScriptReply::new(reply).unwrap().next_verdict(operation, &terms).unwrap().unwrap()
     }
 
     /// Return the usage totals.

@@ -73,7 +73,7 @@ impl Upgrade {
         self.model(recorded, limits);
         let reply = eval(&self.server, &self.release.script(&recorded.script), recorded);
         assert_eq!(
-            encode(&reply),
+            encode(&bytes_of(&reply)),
             recorded.reply,
             "Release {} does not read a state that this build has written: {recorded:#?}\n{WHAT_TO_DO}",
             self.release.version
@@ -115,12 +115,22 @@ impl Upgrade {
     }
 }
 
-/// Run a script of a release. Return the bytes of its reply.
-fn eval(server: &Redis, script: &str, recorded: &RecordedCall) -> Vec<u8> {
+/// Run a script of a release. Return its reply.
+fn eval(server: &Redis, script: &str, recorded: &RecordedCall) -> redis::Value {
     let arguments: Vec<_> = recorded.arguments.iter().map(|argument| decode(argument)).collect();
     let mut command = redis::cmd("EVAL");
     command.arg(script).arg(recorded.keys.len()).arg(&recorded.keys).arg(arguments);
     command.query(&mut server.connection()).unwrap_or_else(|error| panic!("{error}: {recorded:#?}\n{WHAT_TO_DO}"))
+}
+
+/// Return the strings and numbers of a reply, one after another.
+fn bytes_of(reply: &redis::Value) -> Vec<u8> {
+    match reply {
+        redis::Value::Array(elements) => elements.iter().flat_map(bytes_of).collect(),
+        redis::Value::BulkString(bytes) => bytes.clone(),
+        redis::Value::Int(number) => number.to_string().into_bytes(),
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Return the limits of a recorded call, with the rules that applied when the call was recorded.
@@ -380,8 +390,8 @@ fn record_call(
     };
     let source = &script::script(variant, AlgorithmSet::ALL.with_usage(counts_usage)).source;
     let reply = eval(server, source, &recorded);
-    recorded.reply = encode(&reply);
-    let mut parsed = ScriptReply::new(redis::Value::BulkString(reply), charges.len()).unwrap();
+    recorded.reply = encode(&bytes_of(&reply));
+    let mut parsed = ScriptReply::new(reply).unwrap();
     let verdict = parsed.next_verdict(operation, &arguments).unwrap().unwrap();
     recorded.granted = verdict.granted;
     recorded.outcomes = verdict.outcomes.iter().map(RecordedOutcome::from).collect();

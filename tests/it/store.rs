@@ -18,8 +18,8 @@ use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::CalendarUnit;
 use sluicegate::limiter::redis::StateLayout;
 use sluicegate::limiter::redis::script;
-use sluicegate::limiter::redis::script::LimitArgs;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
+use sluicegate::limiter::redis::script::{LimitArgs, ScriptReply};
 use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
 use sluicegate::limiter::singleflight::{CheckGroup, Singleflight};
 use sluicegate::limiter::spec::{LimitVariant, LocalRules, LocalShare};
@@ -347,6 +347,37 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
         call.exec(&mut connection).unwrap();
         assert_eq!(server.keys().len(), 2, "{frame:?}: good groups are charged");
         redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn request_with_a_corrupt_value_leaves_the_other_requests_of_the_call_alone() {
+    let server = Redis::start();
+    let mut connection = server.connection();
+    let limits = [Limit::new("l", bucket(5, SECOND, 5)), Limit::new("m", window(5, SECOND, ALIGNED))];
+    let parts = AlgorithmSet::for_rules(limits.iter().map(|limit| &limit.rule));
+    // The two limits of a request have different identities, so each request has two keys.
+    let charges = [limits[0].charge(1, 1), limits[1].charge(2, 1)];
+    let terms = [0, 1].map(|index| LimitArgs::new(&charges, index, 0));
+    let mut argument = script::start_argument(0, &StateLayout::default(), 1, 2);
+    script::append_group(&mut argument, 2, Operation::Check, &terms);
+    for variant in ScriptVariant::ALL.into_iter().filter(|variant| *variant != ScriptVariant::Single) {
+        for corrupt in ["a:states", "b:states"] {
+            redis::cmd("SET").arg(corrupt).arg("corrupt").exec(&mut connection).unwrap();
+            let mut call = redis::cmd("EVAL");
+            let keys = ["a:states", "b:states", "c:states", "d:states"];
+            call.arg(&script(variant, parts).source).arg(4).arg(&keys).arg(&argument).arg("l:b\nm:f1\n");
+            // `query` would report the error of one request as an error of the whole call.
+            let reply = connection.req_packed_command(&call.get_packed_command()).unwrap();
+            let mut reply = ScriptReply::new(reply).unwrap();
+            let mut next = || reply.next_verdict(Operation::Check, &terms).unwrap();
+            assert_eq!(next().unwrap_err().code(), "WRONGTYPE", "{variant:?}");
+            assert_eq!(next().unwrap().granted, 1, "{variant:?}");
+            let mut keys = server.keys();
+            keys.sort();
+            assert_eq!(keys, [corrupt, "c:states", "d:states"], "{variant:?}");
+            redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
+        }
     }
 }
 

@@ -367,11 +367,13 @@ impl SimulatedRedis {
             return self.evaluate_in_lua(now_us, gateway, node, sha, command);
         }
         let (requests, work) = decode(command);
-        let mut numbers: Vec<f64> = Vec::new();
+        let start = [&(now_us as f64).to_le_bytes()[..], b"o"].concat();
+        let mut elements = vec![Replied::of_bytes(&start)];
         self.clock.set(now_us);
         for (operation, received) in requests {
             let charges: Vec<_> = received.iter().map(ReceivedCharge::charge).collect();
             let verdict = self.nodes[node].memory.decide(operation, &charges);
+            let mut numbers: Vec<f64> = Vec::new();
             for Outcome { status, remaining, reset_us, retry_us } in &verdict.outcomes {
                 let (status, retry) = match status {
                     Status::Ok => (0.0, 0.0),
@@ -381,17 +383,14 @@ impl SimulatedRedis {
                 };
                 numbers.extend([verdict.granted as f64, status, *remaining as f64, *reset_us as f64, retry]);
             }
+            let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            elements.push(Replied::of_bytes(&bytes));
             self.record(
                 node,
                 DecidedRequest { at_us: now_us, gateway, operation, charges: received, verdict, out_of_memory: false },
             );
         }
-        let mut reply = format!("${}\r\n", 9 + 8 * numbers.len()).into_bytes();
-        reply.extend((now_us as f64).to_le_bytes());
-        reply.push(b'o');
-        reply.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-        reply.extend(b"\r\n");
-        (reply, work)
+        (Replied::Array(elements).encode(), work)
     }
 
     fn record(&mut self, node: usize, done: DecidedRequest) {
@@ -492,8 +491,7 @@ fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
 /// Decode the reply of a script to these requests. The result contains `None` for each failed request.
 fn verdicts(reply: &[u8], requests: &[(Operation, Vec<LimitArgs>)]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
-    let limits = requests.iter().map(|(_, limits)| limits.len()).sum();
-    let mut reply = script::ScriptReply::new(value, limits).expect("a reply of the scripts");
+    let mut reply = script::ScriptReply::new(value).expect("a reply of the scripts");
     requests.iter().map(|(operation, limits)| reply.next_verdict(*operation, limits).expect("a verdict").ok()).collect()
 }
 

@@ -259,6 +259,11 @@ fn text(bytes: &[u8]) -> String {
 }
 
 impl Replied {
+    /// Return the reply with these bytes.
+    pub fn of_bytes(bytes: &[u8]) -> Replied {
+        Replied::Bulk(text(bytes))
+    }
+
     fn of(value: Value) -> Replied {
         match value {
             Value::Nil | Value::Boolean(false) => Replied::Nil,

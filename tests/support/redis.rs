@@ -99,9 +99,10 @@ impl Redis {
     pub fn states(&self, key: &str) -> Vec<[u64; 3]> {
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut self.connection()).unwrap();
         let numbers: Vec<_> = value.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes) as u64).collect();
-        // The first number is the expiry of the key. The id of a state and the time until which it is kept precede its
-        // numbers.
-        numbers[1..].chunks(5).map(|state| [state[2], state[3], state[4]]).collect()
+        // After the expiry of the key, each state has two numbers in the heads and then three in the bodies.
+        let (heads, bodies) = numbers[1..].split_at((numbers.len() - 1) / 5 * 2);
+        let states = heads.chunks(2).zip(bodies.chunks(3));
+        states.map(|(head, body)| [body[1], body[2], head[1]]).collect()
     }
 
     /// Return the three numbers of the only state in the value of an identity.

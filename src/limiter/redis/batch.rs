@@ -387,8 +387,7 @@ impl Batch {
 
     /// Send each request its part of the reply.
     pub(super) fn complete(self, reply: Value) -> BatchOutcome {
-        let limits = self.groups.iter().map(|group| group.limits.len() * group.waiters.len()).sum();
-        let Some(mut reply) = ScriptReply::new(reply, limits) else {
+        let Some(mut reply) = ScriptReply::new(reply) else {
             self.fail(&BatchError::Store(StoreError::MalformedReply));
             return BatchOutcome { is_valid: false, has_verdict: false, refunds: Vec::new() };
         };

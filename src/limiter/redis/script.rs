@@ -114,7 +114,7 @@ impl ScriptVariant {
     fn compose(self, algorithms: AlgorithmSet) -> String {
         let keeps = |block| match block {
             Block::Usage => algorithms.counts_usage(),
-            Block::Outcome => self == ScriptVariant::Generic,
+            Block::Generic => self == ScriptVariant::Generic,
             Block::Free => matches!(self, ScriptVariant::Single | ScriptVariant::Small(..2)),
         };
         let (driver, repeats) = match self {
@@ -173,15 +173,15 @@ fn body_of(source: &str) -> &str {
 enum Block {
     /// Usage totals: only in scripts that count usage.
     Usage,
-    /// The outcomes of the limits: only with the generic driver. The other drivers reply with states.
-    Outcome,
+    /// Outcomes and refunds: only with the generic driver. The other drivers check, and reply with states.
+    Generic,
     /// The remaining tokens, which decide how many tokens [`Operation::TakeUpTo`] takes: only with the single driver.
     Free,
 }
 
 impl Block {
     const ALL: [(Block, &'static str); 3] =
-        [(Block::Usage, "usage"), (Block::Outcome, "outcome"), (Block::Free, "free")];
+        [(Block::Usage, "usage"), (Block::Generic, "generic"), (Block::Free, "free")];
 
     /// Return the block of a marker, and whether the marker begins the block.
     fn of_marker(line: &str) -> Option<(Block, bool)> {
@@ -593,120 +593,94 @@ fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
 /// The reply to a call. [`next_verdict`](ScriptReply::next_verdict) reads the reply request by request.
 #[derive(Debug)]
 pub struct ScriptReply {
-    bytes: Vec<u8>,
-    /// Position in `bytes` of the next request, if the reply contains states. `None` if it contains outcomes.
-    next_states: Option<usize>,
-    /// For each failed request: the total number of limits of the requests before it, and its error.
-    failures: Vec<(usize, ServerError)>,
-    /// Number of limits read so far.
-    limits_read: usize,
+    now_us: u64,
+    /// Whether the reply contains states instead of outcomes.
+    has_states: bool,
+    /// The part of the reply that has not been read.
+    elements: std::vec::IntoIter<Value>,
 }
 
-/// Size of the start of a reply: the current time, and a letter that says what the reply contains.
-const REPLY_START_BYTES: usize = NUMBER_BYTES + 1;
-
 impl ScriptReply {
-    /// Parse a reply for this number of limits. Return `None` if the reply is malformed.
-    pub fn new(reply: Value, limits: usize) -> Option<Self> {
-        let mut parts = match reply {
-            Value::Array(parts) => parts.into_iter(),
-            bytes => vec![bytes].into_iter(),
-        };
-        let Some(Value::BulkString(bytes)) = parts.next() else { return None };
-        let mut failures = Vec::new();
-        while let Some(first_limit) = parts.next() {
-            let (Value::Int(before), Some(Value::ServerError(error))) = (first_limit, parts.next()) else {
-                return None;
-            };
-            failures.push((usize::try_from(before).ok()?, error));
-        }
-        let next_states = match bytes.get(NUMBER_BYTES)? {
-            b's' => Some(REPLY_START_BYTES),
-            b'o' if bytes.len() == REPLY_START_BYTES + NUMBER_BYTES * NUMBERS_PER_LIMIT * limits => None,
+    /// Parse the start of a reply. Return `None` if it is malformed.
+    pub fn new(reply: Value) -> Option<Self> {
+        let Value::Array(elements) = reply else { return None };
+        let mut elements = elements.into_iter();
+        let Some(Value::BulkString(start)) = elements.next() else { return None };
+        let (now_us, letter) = start.split_first_chunk()?;
+        let has_states = match letter {
+            b"s" => true,
+            b"o" => false,
             _ => return None,
         };
-        Some(ScriptReply { bytes, next_states, failures, limits_read: 0 })
+        Some(ScriptReply { now_us: decode_integer(f64::from_le_bytes(*now_us))?, has_states, elements })
     }
 
     /// Return the verdict or the error of the next request, which has this operation and these limits. Return `None` if
     /// the reply is malformed.
     pub fn next_verdict(&mut self, operation: Operation, limits: &[LimitArgs]) -> Option<Result<Verdict, ServerError>> {
-        let first = self.limits_read;
-        self.limits_read += limits.len();
-        let read = match self.next_states {
-            Some(position) => Some(self.read_states(position, limits)?),
-            None => None,
-        };
-        if let Some(failed) = self.failures.iter().position(|(before, _)| *before == first) {
-            return Some(Err(self.failures.swap_remove(failed).1));
-        }
-        let now_us = decode_integer(f64::from_le_bytes(*self.bytes.first_chunk()?))?;
-        if let Some((is_admitted, states)) = read {
-            return verdict_of_states(now_us, operation, is_admitted, limits, &states).map(Ok);
-        }
-        let granted = decode_integer(self.number(NUMBERS_PER_LIMIT * first))?;
-        let outcomes = (first..self.limits_read).map(|limit| self.outcome(limit)).collect::<Option<_>>()?;
-        Some(Ok(Verdict::new(granted, now_us, outcomes)))
-    }
-
-    /// Read the states of the request at this position: whether it was admitted, and the states before it.
-    fn read_states(&mut self, position: usize, limits: &[LimitArgs]) -> Option<(bool, Vec<Option<State>>)> {
-        let letter = *self.bytes.get(position)?;
-        // The value of an identity starts with the expiry of its key, and each of its states starts with the id.
-        let (start, skipped) = match letter {
-            b'a' | b'd' => (NUMBER_BYTES, NUMBER_BYTES),
-            b'm' | b'n' => (0, 0),
-            b'e' => {
-                self.next_states = Some(position + 1);
-                return Some((false, Vec::new()));
+        let first = self.elements.next()?;
+        let is_admitted = !matches!(first, Value::Int(0));
+        let element = if is_admitted { first } else { self.elements.next()? };
+        match element {
+            Value::ServerError(error) => Some(Err(error)),
+            Value::BulkString(bytes) if self.has_states => {
+                verdict_of_states(self.now_us, operation, is_admitted, limits, &bytes).map(Ok)
             }
-            _ => return None,
-        };
-        let mut at = position + 1 + start;
-        let mut states = Vec::with_capacity(limits.len());
-        for limit in limits {
-            let numbers = self.bytes.get(at + skipped..)?.first_chunk::<{ 4 * NUMBER_BYTES }>()?;
-            states.push(decode_state(limit.kind, numbers.as_chunks().0.first_chunk()?)?);
-            at += skipped + 4 * NUMBER_BYTES;
+            Value::BulkString(bytes) => verdict_of_outcomes(self.now_us, limits, &bytes).map(Ok),
+            _ => None,
         }
-        self.next_states = Some(at);
-        Some((matches!(letter, b'a' | b'm'), states))
-    }
-
-    fn outcome(&self, limit: usize) -> Option<Outcome> {
-        let field = |field| self.number(NUMBERS_PER_LIMIT * limit + field);
-        let status = match decode_integer(field(1))? {
-            0 => Status::Ok,
-            1 => Status::Exceeded,
-            2 => Status::CostTooLarge,
-            3 => Status::Saturated,
-            _ => return None,
-        };
-        // A `retry_us` of -1 means that the charge can never fit.
-        let remaining = decode_integer(field(2))?;
-        let reset_us = decode_integer(field(3))?;
-        let retry_us = decode_integer(field(4).max(0.0))?;
-        Some(Outcome { status, remaining, reset_us, retry_us })
-    }
-
-    /// Return a number of a reply with outcomes.
-    fn number(&self, index: usize) -> f64 {
-        f64::from_le_bytes(self.bytes[REPLY_START_BYTES..].as_chunks().0[index])
     }
 }
 
+/// Decode the outcomes of a request.
+fn verdict_of_outcomes(now_us: u64, limits: &[LimitArgs], bytes: &[u8]) -> Option<Verdict> {
+    let (numbers, []) = bytes.as_chunks::<NUMBER_BYTES>() else { return None };
+    let (outcomes, []) = numbers.as_chunks::<NUMBERS_PER_LIMIT>() else { return None };
+    if outcomes.len() != limits.len() {
+        return None;
+    }
+    let [granted, ..] = outcomes.first()?;
+    let granted = decode_integer(f64::from_le_bytes(*granted))?;
+    Some(Verdict::new(granted, now_us, outcomes.iter().map(decode_outcome).collect::<Option<_>>()?))
+}
+
+fn decode_outcome(numbers: &[[u8; NUMBER_BYTES]; NUMBERS_PER_LIMIT]) -> Option<Outcome> {
+    let [_, status, remaining, reset_us, retry_us] = numbers.map(f64::from_le_bytes);
+    let status = match decode_integer(status)? {
+        0 => Status::Ok,
+        1 => Status::Exceeded,
+        2 => Status::CostTooLarge,
+        3 => Status::Saturated,
+        _ => return None,
+    };
+    Some(Outcome {
+        status,
+        remaining: decode_integer(remaining)?,
+        reset_us: decode_integer(reset_us)?,
+        // A `retry_us` of -1 means that the charge can never fit.
+        retry_us: decode_integer(retry_us.max(0.0))?,
+    })
+}
+
 /// Compute the verdict on a request from the states that the script has read. The script has decided whether the request
-/// is admitted.
+/// is admitted. Return `None` if the reply is malformed.
 fn verdict_of_states(
     now_us: u64,
     operation: Operation,
     is_admitted: bool,
     limits: &[LimitArgs],
-    states: &[Option<State>],
+    bytes: &[u8],
 ) -> Option<Verdict> {
+    let (numbers, []) = bytes.as_chunks::<NUMBER_BYTES>() else { return None };
+    let state_of: fn(&[[u8; NUMBER_BYTES]], usize, usize) -> Option<StateNumbers> = match numbers.len() {
+        length if length == 4 * limits.len() => state_in_list,
+        length if length == 1 + 5 * limits.len() => state_in_value,
+        _ => return None,
+    };
     let mut granted = 1;
     let mut outcomes = Vec::with_capacity(limits.len());
-    for (limit, state) in limits.iter().zip(states) {
+    for (index, limit) in limits.iter().enumerate() {
+        let state = decode_state(limit.kind, &state_of(numbers, limits.len(), index)?)?;
         let rule = limit.rule()?;
         let mut cost = limit.cost;
         if operation == Operation::TakeUpTo {
@@ -721,6 +695,19 @@ fn verdict_of_states(
         outcomes.push(outcome);
     }
     Some(Verdict::new(if is_admitted { granted } else { 0 }, now_us, outcomes))
+}
+
+/// Return the state with this index of a list with four numbers for each state.
+fn state_in_list(numbers: &[[u8; NUMBER_BYTES]], _states: usize, index: usize) -> Option<StateNumbers> {
+    numbers.get(4 * index..)?.first_chunk().copied()
+}
+
+/// Return the state with this index of the value of an identity (see `lua/states.lua`): the expiry of the key precedes
+/// the heads of the states, and the heads precede the bodies.
+fn state_in_value(numbers: &[[u8; NUMBER_BYTES]], states: usize, index: usize) -> Option<StateNumbers> {
+    let [_id, third] = *numbers.get(1 + 2 * index..)?.first_chunk()?;
+    let [kept_until, first, second] = *numbers.get(1 + 2 * states + 3 * index..)?.first_chunk()?;
+    Some([kept_until, first, second, third])
 }
 
 /// Decode a state with three fields. The inner option is `None` if there is no state. Return `None` if the state is
@@ -803,36 +790,51 @@ mod tests {
             last_parameter: encode_number(0),
             usage: None,
         };
-        let reply = |letters: &str, numbers: &[f64]| {
-            let mut bytes = encode_number(1000).to_vec();
-            bytes.extend(letters.bytes());
-            numbers.iter().for_each(|number| bytes.extend(number.to_le_bytes()));
-            ScriptReply::new(Value::BulkString(bytes), 1)
+        let verdict = |kind, letter: u8, is_denied: bool, numbers: &[f64]| {
+            let start = [&encode_number(1000)[..], &[letter]].concat();
+            let states = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            let mut elements = vec![Value::BulkString(start), Value::BulkString(states)];
+            if is_denied {
+                elements.insert(1, Value::Int(0));
+            }
+            let mut reply = ScriptReply::new(Value::Array(elements))?;
+            reply.next_verdict(Operation::Check, &[limit(kind)]).map(Result::unwrap)
         };
-        let verdict = |kind, letters: &str, numbers: &[f64]| {
-            reply(letters, numbers)?.next_verdict(Operation::Check, &[limit(kind)]).map(Result::unwrap)
+        let remaining = |is_denied, numbers: &[f64]| {
+            verdict(AlgorithmKind::TokenBucket, b's', is_denied, numbers).unwrap().outcomes[0].remaining
         };
-        let bucket = |letters: &str, numbers: &[f64]| verdict(AlgorithmKind::TokenBucket, letters, numbers);
-        let remaining = |letters: &str, numbers: &[f64]| bucket(letters, numbers).unwrap().outcomes[0].remaining;
-        assert_eq!(remaining("sm", &[0.0; 4]), 9, "no state");
-        assert_eq!(remaining("sm", &[2e6, 1000.0, 4.0, 1.0]), 5);
-        assert_eq!(remaining("sa", &[3e6, 1.0, 2e6, 1000.0, 4.0, 1.0]), 5, "the value of an identity");
-        assert_eq!(remaining("sn", &[2e6, 1000.0, 10.0, 1.0]), 0, "denied");
-        for (letters, numbers) in [
-            ("sm", &[2e6, 1000.0, -4.0, 1.0][..]),
-            ("sm", &[2e6, 1000.0, 0.5, 1.0]),
-            ("sm", &[2e6, 1000.0, f64::NAN, 1.0]),
-            ("sm", &[0.0; 3]),
-            ("sa", &[0.0; 5]),
-            ("sx", &[0.0; 4]),
-            ("s", &[]),
-            ("x", &[0.0; 5]),
-            ("o", &[0.0; 4]),
-            ("", &[]),
+        assert_eq!(remaining(false, &[0.0; 4]), 9, "no state");
+        assert_eq!(remaining(false, &[2e6, 1000.0, 4.0, 1.0]), 5);
+        assert_eq!(remaining(false, &[3e6, 1.0, 1.0, 2e6, 1000.0, 4.0]), 5, "the value of an identity");
+        assert_eq!(remaining(true, &[2e6, 1000.0, 10.0, 1.0]), 0, "denied");
+        for (letter, numbers) in [
+            (b's', &[2e6, 1000.0, -4.0, 1.0][..]),
+            (b's', &[2e6, 1000.0, 0.5, 1.0]),
+            (b's', &[2e6, 1000.0, f64::NAN, 1.0]),
+            (b's', &[0.0; 3]),
+            (b's', &[0.0; 5]),
+            (b's', &[0.0; 8]),
+            (b's', &[]),
+            (b'x', &[0.0; 4]),
+            (b'o', &[0.0; 4]),
+            (b'o', &[0.0; 10]),
+            (b'o', &[]),
         ] {
-            assert!(bucket(letters, numbers).is_none(), "{letters} {numbers:?}");
+            assert!(verdict(AlgorithmKind::TokenBucket, letter, false, numbers).is_none(), "{letter} {numbers:?}");
         }
-        assert!(verdict(AlgorithmKind::Calendar, "sm", &[0.0; 4]).is_none(), "no driver replies with such states");
+        let elements = |elements: Vec<Value>| {
+            ScriptReply::new(Value::Array(elements))?
+                .next_verdict(Operation::Check, &[limit(AlgorithmKind::TokenBucket)])
+        };
+        let start = Value::BulkString([&encode_number(1000)[..], b"s"].concat());
+        assert!(elements(Vec::new()).is_none());
+        assert!(elements(vec![start.clone()]).is_none(), "no element for the request");
+        assert!(elements(vec![start.clone(), Value::Int(0)]).is_none(), "no states of the denied request");
+        assert!(elements(vec![start, Value::Int(1)]).is_none());
+        assert!(
+            verdict(AlgorithmKind::Calendar, b's', false, &[0.0; 4]).is_none(),
+            "no driver replies with such states"
+        );
     }
 
     #[test]
