@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use crate::support::redis::Redis;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
@@ -83,4 +84,13 @@ fn generated_scripts_are_up_to_date() {
             "lua/generated/{name} is not what the gateway composes; run `UPDATE_GENERATED=1 cargo test --test it scripts::`"
         );
     }
+}
+
+/// `make test-stores` runs the modules of its list on several servers.
+#[test]
+fn list_of_the_store_tests_is_complete() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stores/stores.py");
+    let binary = std::env::current_exe().unwrap();
+    let output = Command::new("python3").arg("-B").arg(script).arg("--check").arg(binary).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

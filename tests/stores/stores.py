@@ -2,9 +2,11 @@
 """Run the tests of the store on several servers: `make test-stores`.
 
     stores.py TEST_BINARY SITE_PACKAGES DIRECTORY [SERVER …]
+    stores.py --check TEST_BINARY
 
-The tests start `redis-server` from the PATH, as a single server, as cluster nodes and as Sentinels. For each server, the
-script puts a directory with a link `redis-server` at the start of the PATH. Exits with 1 if a test fails.
+With --check, the script only checks its lists of modules and tests. The tests start `redis-server` from the PATH, as a
+single server, as cluster nodes and as Sentinels. For each server, the script puts a directory with a link `redis-server`
+at the start of the PATH. Exits with 1 if a test fails.
 """
 
 import os
@@ -27,11 +29,12 @@ SERVERS = {
 # The modules of tests/it that depend on the commands, scripts, errors and topologies of Redis.
 MODULES = """scripts store store_faults store_calls store_connections doctor topologies invariants overrides concurrency
 permits prefetch batching outages recovery distributed usage bounds reload_state costs llm quota_events acme_shared
-rolling_upgrade""".split()
+rolling_upgrade gateway_count system_faults""".split()
 
 # The other modules that start Redis. They use only scripts that MODULES cover, and test requests, formats or load.
-OTHER_MODULES = """access_log admin admin_api authentication basic_auth cors defects embed explain forward_auth hostile_identities
-identity limits mcp overload secrets status upgrades""".split()
+OTHER_MODULES = """access_log admin admin_api authentication basic_auth cors decision_api decision_proxies defects drop_in embed
+explain forward_auth hostile_identities identity limits mcp overload ratelimit_operation ratelimit_service reload
+reload_changes secrets status upgrades""".split()
 
 # Tests that require a feature that the server does not have: (server, test, reason).
 NOT_APPLICABLE = [
@@ -99,6 +102,9 @@ def run(test_binary, server, directory):
 
 
 def main():
+    if sys.argv[1] == "--check":
+        check_lists(sys.argv[2])
+        return
     test_binary, packages, directory, *names = sys.argv[1:]
     check_lists(test_binary)
     failures = 0
