@@ -59,7 +59,9 @@ if charged > limit and (op == 'C' or op == 'P') then
     ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
   end
 else
+  --@generic
   if charged > MAX_STATE then charged = MAX_STATE end
+  --@end generic
   ttl_us = false
   if charged > 0 then
     ttl_us = window_end - now

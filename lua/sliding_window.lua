@@ -49,7 +49,6 @@ else
     cost = 0
   end
   --@end generic
-  -- Only unconditional charges reach the maximum.
   current = current + cost
   --@generic
   current = math.min(current, floor(MAX_STATE / 2 / units))

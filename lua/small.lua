@@ -95,6 +95,8 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
+-- Variables of the algorithms that no code after them reads.
+local reset_us, free_reset_us
 local replies, reply_count, key_offset, limit_offset = {pack('<dc1', now, 's')}, 1, 0, 0
 position = CALL_BYTES + 1
 --@states
@@ -136,16 +138,17 @@ for _ = 1, groups do
     -- Whether the value consists of the states of these limits in their order. If it has another size, unpack any string,
     -- and do not use the numbers.
     local is_in_order = value and #value == value_bytes
+    local states = is_in_order and value or args
     local value_expires_at
       --@each limit
       , stored_id_1, field3_1
       --@end
-      = unpack(head_format, is_in_order and value or args)
+      = unpack(head_format, states)
     local
       --@each limit
       key_expires_at_1, field1_1, field2_1,
       --@end
-      _ = unpack(body_format, is_in_order and value or args, body_position)
+      _ = unpack(body_format, states, body_position)
     --@each limit
     local key_1, value_1, index_1, separate_key_1
     local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1, kept_until_1
@@ -185,21 +188,22 @@ for _ = 1, groups do
       end
       --@end
     end
+    --@usage
     --@each limit
-    if kind_1 then
-      --@usage
-      if day_1 > 0 then
-        usage_index = usage_index + 1
-        usage_key_1 = keys[usage_index]
-        if not (now >= day_start_1 and now < day_end_1) and not failure then
-          failure = redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
-        end
+    if kind_1 and day_1 > 0 then
+      usage_index = usage_index + 1
+      usage_key_1 = keys[usage_index]
+      if not (now >= day_start_1 and now < day_end_1) and not failure then
+        failure = redis.error_reply(format('RLSTALE the day of the usage is not that of %d', now))
       end
-      --@end usage
-      local reset_us, free_reset_us
+    end
+    --@end
+    --@end usage
+    if not failure then
+      --@each limit
       status_1 = 0
-      if failure then
-        -- Do nothing: the code at the end of the loop adds the error to the reply.
+      if not kind_1 then
+        -- The request has no such limit.
       --@algorithms
       else
         failure = redis.error_reply('RLARG unknown kind')
@@ -213,8 +217,8 @@ for _ = 1, groups do
         if kept_until_1 > kept_until then kept_until = kept_until_1 end
       end
       if status_1 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_1 end
+      --@end
     end
-    --@end
     --@usage
     -- Write the totals before the states. If Redis rejects the first write, the request has changed nothing.
     --@each limit

@@ -55,8 +55,11 @@ if op == 'P' then free = floor((capacity - debt) / parts) end
 free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 --@end generic
 
--- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+local charge = cost * parts
+--@generic
+-- A cost that is charged after the response has no upper bound.
+if charge > MAX_STATE then charge = MAX_STATE end
+--@end generic
 local charged = debt + charge
 --@generic
 if op == 'R' then
@@ -79,7 +82,9 @@ if charged > capacity and (op == 'C' or op == 'P') then
     ttl_us, new_field1, new_field2, new_field3 = ceil(debt / refill), now, debt, parts
   end
 else
+  --@generic
   if charged > MAX_STATE then charged = MAX_STATE end
+  --@end generic
   ttl_us = false
   if charged > 0 then
     ttl_us = ceil(charged / refill)
