@@ -20,11 +20,12 @@
 local call, layout, now, ceil, floor, format = redis.call, 'i', 0, math.ceil, math.floor, string.format
 local pack, unpack = struct.pack, struct.unpack
 --@body
-local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local HEADER_BYTES, HEAD_BYTES, STATE_BYTES = 8, 16, 40
 local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
-  local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
+  local BODY_BYTES, MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX = 24, 16, 32, 'states'
+  local concat, find, byte_range = table.concat, string.find, string.sub
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
   -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are

@@ -196,11 +196,12 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local HEADER_BYTES, HEAD_BYTES, STATE_BYTES = 8, 16, 40
 local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
-  local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
+  local BODY_BYTES, MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX = 24, 16, 32, 'states'
+  local concat, find, byte_range = table.concat, string.find, string.sub
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
   -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
@@ -467,8 +468,9 @@ local function decide(key_offset)
         local capacity = burst * parts
         free, free_reset_us = floor((capacity - debt) / parts), ceil(debt / refill)
 
-        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+        local charge = cost * parts
+        -- A cost that is charged after the response has no upper bound.
+        if charge > MAX_STATE then charge = MAX_STATE end
         local charged = debt + charge
         if op == 'R' then
           -- The tokens that refilled since the charge first repaid the debt that existed before the charge. The other refilled
@@ -651,7 +653,6 @@ local function decide(key_offset)
             elseif charged_at >= start - window then previous = previous > cost and previous - cost or 0 end
             cost = 0
           end
-          -- Only unconditional charges reach the maximum.
           current = current + cost
           current = math.min(current, floor(MAX_STATE / 2 / units))
           remaining = limit - current + floor(-previous * (units - elapsed) / units)

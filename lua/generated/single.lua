@@ -49,11 +49,12 @@ end
 
 local replies, reply_count, key_offset = {pack('<dc1', now, 's')}, 1, 0
 position = CALL_BYTES + 1
-local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local HEADER_BYTES, HEAD_BYTES, STATE_BYTES = 8, 16, 40
 local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
-  local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
+  local BODY_BYTES, MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX = 24, 16, 32, 'states'
+  local concat, find, byte_range = table.concat, string.find, string.sub
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
   -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
@@ -304,8 +305,7 @@ for group = 1, groups do
         local capacity = burst * parts
         if op == 'P' then free = floor((capacity - debt) / parts) end
 
-        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost > MAX_STATE / parts and MAX_STATE or cost * parts
+        local charge = cost * parts
         local charged = debt + charge
         if charged > capacity and (op == 'C' or op == 'P') then
           status = 1
@@ -314,7 +314,6 @@ for group = 1, groups do
             ttl_us, new_field1, new_field2, new_field3 = ceil(debt / refill), now, debt, parts
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us = false
           if charged > 0 then
             ttl_us = ceil(charged / refill)
@@ -353,7 +352,6 @@ for group = 1, groups do
             ttl_us, new_field1, new_field2, new_field3 = window_end - now, start, count, 0
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us = false
           if charged > 0 then
             ttl_us = window_end - now
@@ -383,7 +381,6 @@ for group = 1, groups do
             ttl_us, new_field1, new_field2, new_field3 = free_reset_us, start, current, previous
           end
         else
-          -- Only unconditional charges reach the maximum.
           current = current + cost
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us = false

@@ -86,13 +86,16 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
+-- Variables of the algorithms that no code after them reads.
+local reset_us, free_reset_us
 local replies, reply_count, key_offset, limit_offset = {pack('<dc1', now, 's')}, 1, 0, 0
 position = CALL_BYTES + 1
-local HEADER_BYTES, HEAD_BYTES, BODY_BYTES, STATE_BYTES, byte_range = 8, 16, 24, 40, string.sub
+local HEADER_BYTES, HEAD_BYTES, STATE_BYTES = 8, 16, 40
 local read_state, ttl_of, extend, overwrite, write_states
 -- The block hides names, because a function of Lua 5.1 has at most 200 local variables.
 do
-  local MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX, concat, find = 16, 32, 'states', table.concat, string.find
+  local BODY_BYTES, MAX_STATES, SEPARATE_BYTES, IDENTITY_SUFFIX = 24, 16, 32, 'states'
+  local concat, find, byte_range = table.concat, string.find, string.sub
   local state_names, offsets, full_bytes = nil, {}, HEADER_BYTES + MAX_STATES * STATE_BYTES
 
   -- Return an offset as text, for SETRANGE. Formatting a number takes as long as forty assignments, so the texts are
@@ -320,16 +323,17 @@ for _ = 1, groups do
     -- Whether the value consists of the states of these limits in their order. If it has another size, unpack any string,
     -- and do not use the numbers.
     local is_in_order = value and #value == value_bytes
+    local states = is_in_order and value or args
     local value_expires_at
       , stored_id_1, field3_1
       , stored_id_2, field3_2
       , stored_id_3, field3_3
-      = unpack(head_format, is_in_order and value or args)
+      = unpack(head_format, states)
     local
       key_expires_at_1, field1_1, field2_1,
       key_expires_at_2, field1_2, field2_2,
       key_expires_at_3, field1_3, field2_3,
-      _ = unpack(body_format, is_in_order and value or args, body_position)
+      _ = unpack(body_format, states, body_position)
     local key_1, value_1, index_1, separate_key_1
     local status_1, ttl_us_1, new_field1_1, new_field2_1, new_field3_1, kept_until_1
     local key_2, value_2, index_2, separate_key_2
@@ -410,11 +414,10 @@ for _ = 1, groups do
         is_new = is_new and not value and not key_expires_at_3
       end
     end
-    if kind_1 then
-      local reset_us, free_reset_us
+    if not failure then
       status_1 = 0
-      if failure then
-        -- Do nothing: the code at the end of the loop adds the error to the reply.
+      if not kind_1 then
+        -- The request has no such limit.
       elseif kind_1 == 'B' then
         local burst, refill, parts = a_1, b_1, c_1
         -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
@@ -455,8 +458,7 @@ for _ = 1, groups do
         end
         local capacity = burst * parts
 
-        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost_1 > MAX_STATE / parts and MAX_STATE or cost_1 * parts
+        local charge = cost_1 * parts
         local charged = debt + charge
         if charged > capacity and (op == 'C' or op == 'P') then
           status_1 = 1
@@ -465,7 +467,6 @@ for _ = 1, groups do
             ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = ceil(debt / refill), now, debt, parts
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_1 = false
           if charged > 0 then
             ttl_us_1 = ceil(charged / refill)
@@ -503,7 +504,6 @@ for _ = 1, groups do
             ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = window_end - now, start, count, 0
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_1 = false
           if charged > 0 then
             ttl_us_1 = window_end - now
@@ -532,7 +532,6 @@ for _ = 1, groups do
             ttl_us_1, new_field1_1, new_field2_1, new_field3_1 = free_reset_us, start, current, previous
           end
         else
-          -- Only unconditional charges reach the maximum.
           current = current + cost_1
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us_1 = false
@@ -555,12 +554,9 @@ for _ = 1, groups do
         if kept_until_1 > kept_until then kept_until = kept_until_1 end
       end
       if status_1 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_1 end
-    end
-    if kind_2 then
-      local reset_us, free_reset_us
       status_2 = 0
-      if failure then
-        -- Do nothing: the code at the end of the loop adds the error to the reply.
+      if not kind_2 then
+        -- The request has no such limit.
       elseif kind_2 == 'B' then
         local burst, refill, parts = a_2, b_2, c_2
         -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
@@ -601,8 +597,7 @@ for _ = 1, groups do
         end
         local capacity = burst * parts
 
-        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost_2 > MAX_STATE / parts and MAX_STATE or cost_2 * parts
+        local charge = cost_2 * parts
         local charged = debt + charge
         if charged > capacity and (op == 'C' or op == 'P') then
           status_2 = 1
@@ -611,7 +606,6 @@ for _ = 1, groups do
             ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = ceil(debt / refill), now, debt, parts
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_2 = false
           if charged > 0 then
             ttl_us_2 = ceil(charged / refill)
@@ -649,7 +643,6 @@ for _ = 1, groups do
             ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = window_end - now, start, count, 0
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_2 = false
           if charged > 0 then
             ttl_us_2 = window_end - now
@@ -678,7 +671,6 @@ for _ = 1, groups do
             ttl_us_2, new_field1_2, new_field2_2, new_field3_2 = free_reset_us, start, current, previous
           end
         else
-          -- Only unconditional charges reach the maximum.
           current = current + cost_2
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us_2 = false
@@ -701,12 +693,9 @@ for _ = 1, groups do
         if kept_until_2 > kept_until then kept_until = kept_until_2 end
       end
       if status_2 ~= 0 then admitted, any_repair = false, any_repair or ttl_us_2 end
-    end
-    if kind_3 then
-      local reset_us, free_reset_us
       status_3 = 0
-      if failure then
-        -- Do nothing: the code at the end of the loop adds the error to the reply.
+      if not kind_3 then
+        -- The request has no such limit.
       elseif kind_3 == 'B' then
         local burst, refill, parts = a_3, b_3, c_3
         -- A token is divided into `parts` equal parts, so that all numbers are integers. `debt` is the number of parts that are
@@ -747,8 +736,7 @@ for _ = 1, groups do
         end
         local capacity = burst * parts
 
-        -- Limit the charge to MAX_STATE: a cost that is charged after the response has no upper bound.
-        local charge = cost_3 > MAX_STATE / parts and MAX_STATE or cost_3 * parts
+        local charge = cost_3 * parts
         local charged = debt + charge
         if charged > capacity and (op == 'C' or op == 'P') then
           status_3 = 1
@@ -757,7 +745,6 @@ for _ = 1, groups do
             ttl_us_3, new_field1_3, new_field2_3, new_field3_3 = ceil(debt / refill), now, debt, parts
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_3 = false
           if charged > 0 then
             ttl_us_3 = ceil(charged / refill)
@@ -795,7 +782,6 @@ for _ = 1, groups do
             ttl_us_3, new_field1_3, new_field2_3, new_field3_3 = window_end - now, start, count, 0
           end
         else
-          if charged > MAX_STATE then charged = MAX_STATE end
           ttl_us_3 = false
           if charged > 0 then
             ttl_us_3 = window_end - now
@@ -824,7 +810,6 @@ for _ = 1, groups do
             ttl_us_3, new_field1_3, new_field2_3, new_field3_3 = free_reset_us, start, current, previous
           end
         else
-          -- Only unconditional charges reach the maximum.
           current = current + cost_3
           reset_us = current > 0 and start + 2 * window - now or previous > 0 and start + window - now or 0
           ttl_us_3 = false

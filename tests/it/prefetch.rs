@@ -47,9 +47,9 @@ fn charged(redis: &Redis) -> u64 {
     // The key may not exist: an empty log has no key.
     let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
     let Some(state) = state else { return 0 };
-    // The state of sliding buckets is text, that of windows is binary: the numbers of the identity and of its state.
+    // The state of sliding buckets is text, that of windows is binary: the count is the last number of the value.
     if state.contains(&0) {
-        return f64::from_le_bytes(state[32..40].try_into().unwrap()) as u64;
+        return f64::from_le_bytes(state[40..48].try_into().unwrap()) as u64;
     }
     let state = String::from_utf8(state).unwrap();
     let counters = state.split_once(':').unwrap().1;

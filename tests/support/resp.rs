@@ -79,65 +79,50 @@ impl Command {
     }
 
     fn verdict(&self, granted: u8, status: u8) -> Answer {
-        let limits: usize = self.requests().iter().sum();
-        let mut fields = Vec::new();
-        for _ in 0..limits {
-            fields.extend([granted.into(), status.into(), 5.0, 1_000_000.0, status.into()]);
-        }
-        Answer::Bytes(outcomes(&fields))
+        let fields = [granted.into(), status.into(), 5.0, 1_000_000.0, status.into()];
+        script_reply(self.requests().into_iter().map(|limits| Ok(fields.repeat(limits))))
     }
 
     /// Return a reply to a script call in which every request has this error.
     pub fn refused(&self, text: &str) -> Answer {
-        let requests = self.requests();
-        let mut reply = format!("*{}\r\n", 1 + 2 * requests.len()).into_bytes();
-        reply.extend(outcomes(&vec![-1.0; 5 * requests.iter().sum::<usize>()]));
-        let mut before = 0;
-        for limits in requests {
-            reply.extend(format!(":{before}\r\n-{text}\r\n").bytes());
-            before += limits;
-        }
-        Answer::Bytes(reply)
+        script_reply(self.requests().into_iter().map(|_| Err(text)))
     }
 
     /// Return a reply to a script call in which the first request has this error and all others are admitted.
     pub fn first_refused(&self, text: &str) -> Answer {
-        let mut reply = b"*3\r\n".to_vec();
-        reply.extend(outcomes(&self.outcomes(|_, _| 5)));
-        reply.extend(format!(":0\r\n-{text}\r\n").bytes());
-        Answer::Bytes(reply)
+        let admitted = self.outcomes(|_, _| 5).into_iter().skip(1).map(Ok);
+        script_reply(std::iter::once(Err(text)).chain(admitted))
     }
 
     /// Return the reply to a script call that admits each request. `remaining` returns the remaining quota for a key
     /// and the number of a limit.
     pub fn admitted_with(&self, remaining: impl Fn(&str, usize) -> u64) -> Answer {
-        Answer::Bytes(outcomes(&self.outcomes(remaining)))
+        script_reply(self.outcomes(remaining).into_iter().map(Ok))
     }
 
     /// Return the reply to a script call with one request that grants the full cost.
     pub fn granted_in_full(&self) -> Answer {
-        let mut numbers = self.outcomes(|_, _| 0);
-        numbers[0] = self.cost() as f64;
-        Answer::Bytes(outcomes(&numbers))
+        let mut outcomes = self.outcomes(|_, _| 0);
+        outcomes[0][0] = self.cost() as f64;
+        script_reply(outcomes.into_iter().map(Ok))
     }
 
     /// Return the reply to a script call with one request that every limit denies. The retry delay is `retry_s`
     /// seconds.
     pub fn denied_for(&self, retry_s: u64) -> Answer {
         let retry_us = retry_s as f64 * 1e6;
-        let limits = self.requests().iter().sum();
-        Answer::Bytes(outcomes(&[0.0, 1.0, 0.0, retry_us, retry_us].repeat(limits)))
+        let denied = [0.0, 1.0, 0.0, retry_us, retry_us];
+        script_reply(self.requests().into_iter().map(|limits| Ok(denied.repeat(limits))))
     }
 
-    /// Return the outcomes of all limits. `remaining` returns the remaining quota for the key of a request and the number
-    /// of the limit. All limits of a request have the same key.
-    fn outcomes(&self, remaining: impl Fn(&str, usize) -> u64) -> Vec<f64> {
+    /// Return the outcomes of the limits of each request. `remaining` returns the remaining quota for the key of a request
+    /// and the number of the limit. All limits of a request have the same key.
+    fn outcomes(&self, remaining: impl Fn(&str, usize) -> u64) -> Vec<Vec<f64>> {
         let (keys, requests) = (self.keys(), self.requests());
         assert_eq!(keys.len(), requests.len(), "a key for each request");
         let outcome = |key: &str, limit| [1.0, 0.0, remaining(key, limit) as f64, 1_000_000.0, 0.0];
-        let of =
-            |(key, limits): (&String, usize)| (0..limits).flat_map(|limit| outcome(key, limit)).collect::<Vec<_>>();
-        keys.iter().zip(requests).flat_map(of).collect()
+        let of = |(key, limits): (&String, usize)| (0..limits).flat_map(|limit| outcome(key, limit)).collect();
+        keys.iter().zip(requests).map(of).collect()
     }
 }
 
@@ -145,12 +130,16 @@ fn packed(argument: &[u8], at: usize) -> usize {
     f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize
 }
 
-/// Encode outcomes as a reply of the generic script: the time, a letter and the numbers.
-fn outcomes(numbers: &[f64]) -> Vec<u8> {
-    let head = format!("${}\r\n", 9 + 8 * numbers.len());
-    let now = 1_800_000_000_000_000_f64.to_le_bytes();
-    let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
-    head.bytes().chain(now).chain(*b"o").chain(numbers).chain(*b"\r\n").collect()
+/// Return a reply of the generic script: the time and a letter, then the outcomes or the error of each request.
+fn script_reply<'a>(requests: impl Iterator<Item = Result<Vec<f64>, &'a str>>) -> Answer {
+    let bulk = |bytes: Vec<u8>| [format!("${}\r\n", bytes.len()).as_bytes(), &bytes, b"\r\n"].concat();
+    let start = bulk([&1_800_000_000_000_000_f64.to_le_bytes()[..], b"o"].concat());
+    let element = |request: Result<Vec<f64>, &str>| match request {
+        Ok(numbers) => bulk(numbers.iter().flat_map(|number| number.to_le_bytes()).collect()),
+        Err(text) => format!("-{text}\r\n").into_bytes(),
+    };
+    let elements: Vec<_> = std::iter::once(start).chain(requests.map(element)).collect();
+    Answer::Bytes([format!("*{}\r\n", elements.len()).into_bytes(), elements.concat()].concat())
 }
 
 /// The reply of the fake server to a command.
