@@ -1,6 +1,6 @@
 //! The gateway process: opens the sockets, starts the threads, and owns the state that the threads share.
 
-mod access_tokens;
+pub mod access_tokens;
 pub mod acme;
 mod collector;
 mod gateways;

@@ -79,7 +79,7 @@ use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
 use crate::proxy::held_decisions::{HeldDecision, HeldDecisions, HeldLimits};
 use crate::proxy::holdings::{Held, Holdings};
-use crate::proxy::llm::{LlmRequest, ReplacedResponse};
+use crate::proxy::llm::LlmRequest;
 use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::metrics::{LimitDecision, RequestMetrics};
 use crate::proxy::named_limits::{NamedCall, NamedLimits};
@@ -96,7 +96,7 @@ use crate::telemetry::access_log::TelemetrySinks;
 use crate::telemetry::outcome::RequestOutcome;
 use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::error::UpstreamError;
-use crate::upstream::retry::AttemptLog;
+use crate::upstream::retry::{AttemptLog, ReplacedResponse};
 
 /// The gateway in one worker: its configuration snapshot, limiter and telemetry.
 #[derive(Debug)]
@@ -764,6 +764,8 @@ struct Attempted {
     result: Result<Box<Response<Body>>, UpstreamError>,
     /// The body of the request for the next fallback. `None` if the result is final.
     next_body: Option<RequestBody>,
+    /// If the gateway counts tokens, the responses that retries have replaced.
+    replaced: Vec<ReplacedResponse>,
 }
 
 /// Return a copy of a request without its body.
@@ -892,7 +894,9 @@ impl<'a> Exchange<'a> {
                     let mut no_replay = None;
                     let credentials = mem::take(&mut self.facts.credentials);
                     let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
-                    boxed(|| self.attempt(route, attempt, request, &mut no_replay)).await.result
+                    let attempted = boxed(|| self.attempt(route, attempt, request, &mut no_replay)).await;
+                    replaced = attempted.replaced;
+                    attempted.result
                 } else {
                     let path = forwarded_path.unwrap_or_else(|| request.uri().path().to_owned());
                     let credentials = self.facts.credentials.clone();
@@ -960,7 +964,8 @@ impl<'a> Exchange<'a> {
         let upstream = &*snapshot.upstreams[index];
         let started_at = monotonic();
         let log = AttemptLog::new(self.record.is_logged());
-        let mut log = if route.fallback.is_empty() { log } else { log.keep_body() };
+        let log = if route.fallback.is_empty() { log } else { log.keep_body() };
+        let mut log = if counts_tokens { log.keep_replaced() } else { log };
         let method = (!route.fallback.is_empty()).then(|| request.method().clone());
         let is_last =
             fallback.is_some_and(|fallback| route.fallback.last().is_some_and(|last| ptr::eq(last, fallback)));
@@ -1001,12 +1006,12 @@ impl<'a> Exchange<'a> {
         }
         snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &log);
         self.record.upstream(route, upstream, &log, &result, started_at);
-        Attempted { result, next_body }
+        Attempted { result, next_body, replaced: log.into_replaced() }
     }
 
     /// Send a request to the upstream of the route, and then to its fallbacks until one of them gives a final result.
     /// `path` is the path of the request in its forwarded form. If the gateway counts tokens, store the responses that
-    /// fallbacks replace in `replaced`.
+    /// the client does not get in `replaced`.
     async fn attempt_with_fallback(
         &mut self,
         route: &'a Route,
@@ -1029,11 +1034,13 @@ impl<'a> Exchange<'a> {
             let Some(body) = attempted.next_body.take() else { break };
             let rewritten = match &fallback.rewrite {
                 None => target.clone(),
-                Some(rewrite) => match rewrite.apply(&route.path_pattern, path, received.uri().query()) {
-                    Ok(target) => PathAndQuery::try_from(target).ok(),
-                    Err(_) => break,
-                },
+                Some(rewrite) => {
+                    let target = rewrite.apply(&route.path_pattern, path, received.uri().query()).ok();
+                    let Some(target) = target.and_then(|target| llm::renamed_target(target, route)) else { break };
+                    Some(target)
+                }
             };
+            replaced.append(&mut attempted.replaced);
             // Release the connection and the permit of the failed response.
             if let (Ok(response), true) = (attempted.result, counts_tokens) {
                 replaced.extend(ReplacedResponse::read(*response).await);
@@ -1045,6 +1052,7 @@ impl<'a> Exchange<'a> {
             let attempt = Attempt { index, fallback, target: rewritten, credentials, counts_tokens, filters_tools };
             attempted = self.attempt(route, attempt, request, &mut replay).await;
         }
+        replaced.append(&mut attempted.replaced);
         attempted.result
     }
 

@@ -489,7 +489,13 @@ impl Upstream {
                     self.cluster.report_response(permit.endpoint(), response.status());
                     let copy = copy.filter(|_| rules.is_some_and(|rules| rules.covers(response.status())));
                     match self.retry_elsewhere(copy, RetryReason::Status, &permit, &mut sending) {
-                        Some(retry) => retry,
+                        Some(retry) => {
+                            if sending.attempts.keeps_replaced() {
+                                let response = connection.into_response(response, bounds, pool, permit);
+                                Box::pin(sending.attempts.record_replaced(*response)).await;
+                            }
+                            retry
+                        }
                         None => {
                             let cookie = self.cluster.sticky_cookie(hash_key, permit.endpoint());
                             let mut response = connection.into_response(response, bounds, pool, permit);

@@ -39,15 +39,48 @@ const MIN_SKEW_S: i64 = 10;
 
 /// The reason why no token was fetched.
 #[derive(Debug, thiserror::Error)]
-enum AccessTokenError {
+pub enum AccessTokenError {
+    /// The token endpoint sent no response.
     #[error(transparent)]
     Fetch(#[from] FetchError),
+    /// The request and its response took longer than the timeout.
     #[error("no complete response within {} s", FETCH_TIMEOUT.as_secs())]
     Timeout,
+    /// The key of the account cannot sign the assertion.
     #[error("the key cannot sign")]
     Sign,
+    /// The response contains no token.
     #[error(transparent)]
     Token(#[from] TokenError),
+}
+
+impl AccessTokenError {
+    /// Return a hint on how the operator can correct the error.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            AccessTokenError::Fetch(FetchError::Tls(_)) => {
+                "check the certificate of the token endpoint, and the CA certificates of the system"
+            }
+            AccessTokenError::Fetch(_) | AccessTokenError::Timeout => {
+                "check `token_uri` in the key file, and whether a firewall lets the gateway connect to it"
+            }
+            AccessTokenError::Token(TokenError::Rejected { status: 400..500, .. }) | AccessTokenError::Sign => {
+                "check that the service account is enabled and still has this key, and the `scope`, or create another \
+                 JSON key"
+            }
+            AccessTokenError::Token(TokenError::Rejected { .. }) => "the token endpoint has a fault: try again later",
+            AccessTokenError::Token(TokenError::NoToken) => "check `token_uri` in the key file",
+        }
+    }
+}
+
+/// An access token that was fetched.
+#[derive(Debug)]
+pub struct FetchedToken {
+    /// Time for which the token is valid.
+    pub lifetime: Duration,
+    /// How many seconds the clock of the token endpoint is ahead, if the endpoint has rejected the time of the gateway.
+    pub skew_s: i64,
 }
 
 /// Keep the access token of an upstream valid, until the future is dropped. `first` is dropped when the first attempt
@@ -60,7 +93,7 @@ pub(super) async fn refresh(cluster: Arc<UpstreamCluster>, first: Sender<Infalli
     let mut failures = 0;
     loop {
         let delay = match fetch_token(access).await {
-            Ok(lifetime) => {
+            Ok(FetchedToken { lifetime, .. }) => {
                 failures = 0;
                 info!(upstream, account, lifetime_s = lifetime.as_secs(), "access token fetched");
                 lifetime.saturating_sub(REFRESH_BEFORE.min(lifetime / 2))
@@ -82,9 +115,12 @@ pub(super) async fn refresh(cluster: Arc<UpstreamCluster>, first: Sender<Infalli
     }
 }
 
-/// Fetch a token, and store it in the account. Return its lifetime. If the endpoint rejects the assertion and its clock
-/// differs from the clock of the gateway, repeat the request with the time of the endpoint.
-async fn fetch_token(access: &GoogleAccess) -> Result<Duration, AccessTokenError> {
+/// Fetch a token, and store it in the account. If the endpoint rejects the assertion and its clock differs from the clock
+/// of the gateway, repeat the request with the time of the endpoint.
+///
+/// # Errors
+/// See [`AccessTokenError`].
+pub async fn fetch_token(access: &GoogleAccess) -> Result<FetchedToken, AccessTokenError> {
     let mut skew_s = 0;
     loop {
         let now_s = (unix_us() / 1_000_000) as i64;
@@ -103,7 +139,7 @@ async fn fetch_token(access: &GoogleAccess) -> Result<Duration, AccessTokenError
                 warn!(skew_s = skew, "the clock of the gateway differs from that of the token endpoint");
                 skew_s = skew;
             }
-            (result, _) => return Ok(result?),
+            (result, _) => return Ok(FetchedToken { lifetime: result?, skew_s }),
         }
     }
 }

@@ -184,6 +184,16 @@ fn check_loaded(
         }
     }
     if !options.offline {
+        for (upstream, requested) in doctor::fetch_access_tokens(config)? {
+            let google = parsed.upstream.get(&*upstream.name).and_then(|table| table.get_ref().google.as_ref());
+            warnings.extend(requested.err().map(|error| Issue {
+                span: google.map(|google| google.span()),
+                message: format!("[upstream.{}]: no access token: {error}", upstream.name),
+                hint: Some(error.hint().to_owned()),
+            }));
+        }
+    }
+    if !options.offline {
         for (name, _, connected) in doctor::connect_webhooks(config)? {
             let url = parsed.notify.get(name).and_then(|notify| notify.get_ref().webhook.as_ref());
             warnings.extend(connected.err().map(|error| Issue {

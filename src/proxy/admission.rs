@@ -31,7 +31,7 @@ use crate::payload::llm::provider::{Billing, Operation, Provider};
 use crate::payload::mcp_tools::ToolRules;
 use crate::proxy::body::{BodyContent, BodyRead, LimitInspection};
 use crate::proxy::llm;
-use crate::proxy::llm::LlmRequest;
+use crate::proxy::llm::{LlmRequest, UpstreamPaths};
 use crate::proxy::rate_limit::{Credential, build_checks, build_open_checks, make_refundable};
 use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection};
 use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest};
@@ -458,7 +458,8 @@ async fn inspect<'a, I: AdmissionIo>(
     {
         return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
     }
-    let mut llm = llm::request(content, inspection, route, &path, operation)?;
+    let paths = UpstreamPaths { first: &path, fallbacks: target.fallback_paths(route) };
+    let mut llm = llm::request(content, inspection, route, &paths, operation)?;
     io.counts_tokens(&mut llm, route).await.map_err(Rejection::Llm)?;
     Ok(Some(Box::new(llm)))
 }

@@ -12,12 +12,13 @@ use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
 use crate::payload::mcp_tools::ToolFilter;
-use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement, ReplacedResponse};
+use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement};
 use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
 use crate::upstream::error::UpstreamError;
+use crate::upstream::retry::ReplacedResponse;
 
 /// The decision on an admitted request. If it is dropped, the permits are released, no deferred charge is made, and
 /// reservations stay charged.
@@ -58,8 +59,8 @@ impl<'a> Holdings<'a> {
     }
 
     /// Make the charges and refunds that the status and the headers of the response determine. Do this even if the
-    /// upstream failed, because the status may cause a refund. Also charge the responses in `replaced`, which fallbacks
-    /// have replaced.
+    /// upstream failed, because the status may cause a refund. Also charge the responses in `replaced`, which the
+    /// client does not get.
     pub(super) fn settle(
         self,
         route: &Route,
@@ -115,7 +116,7 @@ impl<'a> Holdings<'a> {
 
 /// The least that a limit charges for a request to an LLM API whose reservation the response does not settle.
 struct CostFloor {
-    /// If the reservation is refunded: the responses that fallbacks have replaced.
+    /// If the reservation is refunded: the replaced responses.
     refunded: u64,
     /// If the reservation stays charged: the requested maximum as well.
     kept: u64,

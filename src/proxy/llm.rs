@@ -4,15 +4,12 @@
 use std::mem;
 use std::ops::{ControlFlow, Range};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
-use bytes::{Buf, Bytes};
+use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderName};
-use http::uri::PathAndQuery;
+use http::uri::{InvalidUri, PathAndQuery};
 use http::{HeaderMap, Response};
-use http_body_util::BodyExt;
 use tokio::runtime::Handle;
-use tokio::time::timeout;
 
 use crate::http::body::{Body, BodyEnd};
 use crate::http::body_limits::{RestBounds, RestPermit};
@@ -33,6 +30,7 @@ use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
 use crate::snapshot::cost::{LlmCost, OnAbort, UnknownOperation};
 use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
+use crate::upstream::retry::ReplacedResponse;
 
 /// Prefixes of the headers in which a provider reports the limits of the account that all clients share.
 const ACCOUNT_HEADERS: [&str; 2] = ["x-ratelimit-", "anthropic-ratelimit-"];
@@ -101,6 +99,26 @@ pub(super) struct Renamed {
     pub(super) rewritten: Option<PathAndQuery>,
 }
 
+/// Return a target with another model in its path. The target does not change if its path contains no model.
+fn with_model(target: &PathAndQuery, model: &str) -> Result<PathAndQuery, InvalidUri> {
+    let Some(path) = request::with_model_in_path(target.path(), model) else { return Ok(target.clone()) };
+    PathAndQuery::try_from(match target.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path,
+    })
+}
+
+/// Return the target of a request to a fallback with an alias of a model replaced. Return `None` if the target is too
+/// long.
+pub(super) fn renamed_target(target: String, route: &Route) -> Option<PathAndQuery> {
+    let target = PathAndQuery::try_from(target).ok()?;
+    let alias = request::model_in_path(target.path()).and_then(|name| route.model_aliases.get(&*name));
+    match alias {
+        Some(model) => with_model(&target, model).ok(),
+        None => Some(target),
+    }
+}
+
 #[derive(Debug)]
 enum Content {
     /// The request has no body or its operation is free, so its response contains no tokens that are billed.
@@ -110,8 +128,16 @@ enum Content {
     Read(Box<RequestInfo>),
 }
 
-/// Return the maximum token usage of a request, which is computed from the values of its body. `path` is the canonical
-/// path of the upstream request, and `operation` the operation with this path.
+/// The canonical paths of the requests to the upstreams of a route.
+pub struct UpstreamPaths<'p> {
+    /// The path of the request to the upstream of the route.
+    pub first: &'p str,
+    /// The paths of fallbacks that have a rewrite.
+    pub fallbacks: Vec<String>,
+}
+
+/// Return the maximum token usage of a request, which is computed from the values of its body. `operation` is the
+/// operation with the first path.
 ///
 /// # Errors
 /// The body cannot be read, and a limit of the route needs the token usage, or a limit rejects unknown operations.
@@ -119,9 +145,10 @@ pub fn request(
     content: &mut BodyContent,
     inspection: LlmInspection,
     route: &Route,
-    path: &str,
+    paths: &UpstreamPaths<'_>,
     operation: Option<&'static Operation>,
 ) -> Result<LlmRequest, Rejection<'static>> {
+    let path = paths.first;
     let (provider, billing) = operation
         .map_or((Provider::OpenAi, inspection.unknown.billing()), |operation| (operation.provider, operation.billing));
     if billing == Billing::File
@@ -157,7 +184,10 @@ pub fn request(
     let alias = |name: &str| route.model_aliases.get(name).map(|model| &**model);
     let path_model: Option<Box<str>> = in_path.as_deref().and_then(alias).map(Box::from);
     let model = path_model.clone().or_else(|| in_path.map(|model| model.into()));
-    if model.is_some() || !provider.reads_model() {
+    let in_fallbacks: Vec<_> = paths.fallbacks.iter().map(|path| request::model_in_path(path)).collect();
+    let first_reads_body = model.is_none() && provider.reads_model();
+    let fallback_reads_body = in_fallbacks.iter().any(Option::is_none);
+    if !first_reads_body && !fallback_reads_body {
         other_models.clear();
     }
     let renamed = |name: &str| request::renamed(name, alias).map(Box::from);
@@ -168,8 +198,15 @@ pub fn request(
         renamed.unwrap_or(name)
     };
     let named = written.map(&mut resolve);
-    let other_models = other_models.into_iter().map(&mut resolve).collect();
-    let model = model.or(named.filter(|_| provider.reads_model()));
+    let mut other_models: Vec<Box<str>> = other_models.into_iter().map(&mut resolve).collect();
+    let (model, of_fallback) = match named {
+        Some(named) if first_reads_body => (Some(named), None),
+        named => (model, named.filter(|name| fallback_reads_body && !name.contains(','))),
+    };
+    other_models.extend(of_fallback);
+    let in_fallbacks = in_fallbacks.into_iter().flatten();
+    other_models.extend(in_fallbacks.map(|name| alias(&name).unwrap_or(&name).into()));
+    other_models.retain(|other| Some(other) != model.as_ref());
     let (path, clients) = (path.into(), Vec::new());
     Ok(LlmRequest {
         content,
@@ -224,14 +261,7 @@ impl LlmRequest {
         rewritten: Option<&PathAndQuery>,
     ) -> Result<Option<Renamed>, Rejection<'static>> {
         let Some(model) = &self.path_model else { return Ok(None) };
-        let rewritten = rewritten.map(|target| {
-            let path = request::with_model_in_path(target.path(), model);
-            let path = path.as_deref().unwrap_or(target.path());
-            PathAndQuery::try_from(match target.query() {
-                Some(query) => format!("{path}?{query}"),
-                None => path.to_owned(),
-            })
-        });
+        let rewritten = rewritten.map(|target| with_model(target, model));
         let rewritten = rewritten.transpose().map_err(|_| Rejection::UriTooLong)?;
         Ok(Some(Renamed { forwarded_path: request::with_model_in_path(path, model), rewritten }))
     }
@@ -353,10 +383,11 @@ impl LlmRequest {
         }
     }
 
-    /// Return the cost of the responses that fallbacks have replaced, for the limit with this index.
+    /// Return the cost of the replaced responses for a limit.
     pub(super) fn replaced_cost(&self, limit: &RouteLimit, replaced: &[ReplacedResponse]) -> u64 {
         let Some(llm) = limit.cost.llm() else { return 0 };
-        let costs = replaced.iter().filter_map(|response| Some(response.cost(llm, &self.priced_models())?.1));
+        let costs =
+            replaced.iter().filter_map(|response| Some(replaced_usage(response, llm, &self.priced_models())?.1));
         costs.fold(0, u64::saturating_add)
     }
 
@@ -365,8 +396,8 @@ impl LlmRequest {
     }
 
     /// Return the settlement of the reservations, which must be performed at the end of the response body. The responses
-    /// in `replaced` are charged as well. Return `None` if there is no reservation to settle, or if the response is an error. After an error, a reservation is
-    /// refunded if `refund_on` contains the status, and otherwise stays charged.
+    /// in `replaced` are charged as well. Return `None` if there is no reservation to settle, or if the response is an
+    /// error. After an error, a reservation is refunded if `refund_on` contains the status, and otherwise stays charged.
     pub(super) fn settlement(
         mut self,
         decision: &mut Decision<'_>,
@@ -416,7 +447,7 @@ impl LlmRequest {
                 reserved,
                 maximum: learned.as_ref().map_or(reserved, |learned| learned.maximum.max(reserved)),
                 learned: self.learned.clone().zip(learned),
-                replaced: replaced.iter().filter_map(|response| response.cost(llm, &priced)).collect(),
+                replaced: replaced.iter().filter_map(|response| replaced_usage(response, llm, &priced)).collect(),
                 llm: llm.clone(),
                 estimated_input: self.estimated_input(llm),
                 is_background: self.is_background(),
@@ -505,44 +536,14 @@ impl PricedModels {
     }
 }
 
-/// Bounds of the part of a replaced response that is read.
-const MAX_REPLACED: usize = 64 << 10;
-const MAX_REPLACED_WAIT: Duration = Duration::from_secs(1);
-
-/// A response that the client does not get, because a fallback gets the request. The provider may bill its tokens.
-pub(super) struct ReplacedResponse {
-    media_type: Box<str>,
-    body: Vec<u8>,
-}
-
-impl ReplacedResponse {
-    /// Read the start of a response. Return `None` if it cannot be measured.
-    pub(super) async fn read(response: Response<Body>) -> Option<Self> {
-        let (head, mut response) = response.into_parts();
-        let media_type = head.headers.get(CONTENT_TYPE).filter(|_| !has_content_coding(&head.headers))?;
-        let media_type = media_type.to_str().ok()?.into();
-        let mut body = Vec::new();
-        let read = async {
-            while let Some(Ok(frame)) = response.frame().await
-                && body.len() < MAX_REPLACED
-            {
-                body.extend_from_slice(frame.data_ref().map_or(&[][..], Buf::chunk));
-            }
-        };
-        // The start of a slow or broken response may report the usage as well.
-        let _ = timeout(MAX_REPLACED_WAIT, read).await;
-        Some(ReplacedResponse { media_type, body })
-    }
-
-    /// Return the usage that the response reports, and its cost.
-    fn cost(&self, llm: &LlmCost, priced: &PricedModels) -> Option<(TokenUsage, u64)> {
-        let bytes_per_token = llm.estimate.output_bytes_per_token();
-        let meter = ResponseMeter::new(&self.media_type, llm.usage.clone(), bytes_per_token, PriceFacts::Read);
-        let mut meter = meter?;
-        meter.feed(&self.body);
-        let usage = meter.usage(0).filter(|measured| !measured.is_estimated)?.usage;
-        Some((usage, priced.cost(llm, meter.model(), usage)))
-    }
+/// Return the usage that a replaced response reports, and its cost. The provider may bill these tokens.
+fn replaced_usage(response: &ReplacedResponse, llm: &LlmCost, priced: &PricedModels) -> Option<(TokenUsage, u64)> {
+    let bytes_per_token = llm.estimate.output_bytes_per_token();
+    let meter = ResponseMeter::new(&response.media_type, llm.usage.clone(), bytes_per_token, PriceFacts::Read);
+    let mut meter = meter?;
+    meter.feed(&response.body);
+    let usage = meter.usage(0).filter(|measured| !measured.is_estimated)?.usage;
+    Some((usage, priced.cost(llm, meter.model(), usage)))
 }
 
 /// What a response has reported.
@@ -683,7 +684,7 @@ struct SettledLimit {
     maximum: u64,
     /// Where the output is learned, and the reservation.
     learned: Option<(Arc<LearnedOutput>, LearnedReservation)>,
-    /// Usage and cost of each response that a fallback has replaced.
+    /// Usage and cost of each replaced response.
     replaced: Vec<(TokenUsage, u64)>,
     llm: Arc<LlmCost>,
     estimated_input: Option<u64>,

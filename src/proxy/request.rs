@@ -232,6 +232,14 @@ impl<'a> RequestTarget<'a> {
         Ok(Cow::Owned(path.into_owned()))
     }
 
+    /// Return the canonical forms of the paths that the fallbacks with a rewrite get. A fallback whose path is invalid
+    /// gets no request.
+    pub fn fallback_paths(&self, route: &Route) -> Vec<String> {
+        let rewrites = route.fallback.iter().filter_map(|fallback| fallback.rewrite.as_ref());
+        let paths = rewrites.filter_map(|rewrite| rewrite.apply(&route.path_pattern, self.forwarded_path(), None).ok());
+        paths.filter_map(|path| Some(canonical_path(&path, route.path_policy).ok()?.into_owned())).collect()
+    }
+
     /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.
     ///
     /// # Errors

@@ -106,7 +106,7 @@ impl DnsCache {
                 host,
                 resolve,
                 is_srv,
-                addresses: known_addresses(&servers),
+                addresses: known_addresses(&servers, resolve),
                 servers,
                 consecutive_failures: 0,
                 last_error: None,
@@ -134,10 +134,12 @@ impl DnsCache {
     }
 }
 
-/// Return the sorted addresses that the clusters have stored for these servers.
-fn known_addresses(servers: &[ServerRef]) -> Vec<HostAddress> {
+/// Return the sorted addresses of these families that the clusters have stored for these servers.
+fn known_addresses(servers: &[ServerRef], resolve: AddressFamilies) -> Vec<HostAddress> {
+    let record_types = resolve.record_types(false);
     let found = servers.iter().map(|server| server.cluster.addresses(server.server_index));
     let found = found.max_by_key(Vec::len).unwrap_or_default().into_iter();
+    let found = found.filter(|known| record_types.contains(&record_type_of(&known.address.ip())));
     let mut addresses: Vec<_> =
         found.map(|known| HostAddress { ip: known.address.ip(), target: known.target }).collect();
     addresses.sort_unstable();
@@ -338,9 +340,9 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Resolve a host, which may be the target of an SRV record. `known` contains its last known addresses. If only the lookup of one address family fails, or takes
-    /// longer than that of the other family by more than [`RESOLUTION_DELAY`], also return the known addresses of this
-    /// family.
+    /// Resolve a host, which may be the target of an SRV record. `known` contains its last known addresses. If only the
+    /// lookup of one address family fails, or takes longer than that of the other family by more than
+    /// [`RESOLUTION_DELAY`], also return the known addresses of this family.
     pub(crate) async fn lookup(
         &self,
         host: &str,

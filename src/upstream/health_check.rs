@@ -5,11 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use http::header::{HOST, USER_AGENT};
-use http::{HeaderValue, Request, Uri};
+use http::{HeaderValue, Method, Request, Uri};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
+use crate::clock::{monotonic, unix_us};
+use crate::http::aws_signature::content_hash;
 use crate::http::body_limits::ReadLimit;
+use crate::http::google_account;
 use crate::http::request_body::RequestBody;
 use crate::http::target::set_http2_target;
 use crate::upstream::cluster::UpstreamCluster;
@@ -53,9 +56,12 @@ async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, e
     // Distribute the first checks of all endpoints over one interval.
     sleep(part(0, 1000)).await;
     loop {
-        let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
-        let result = result.unwrap_or_else(|_| Err(format!("no response within {:?}", health.timeout)));
-        cluster.report_check(&endpoint, &health, result);
+        // Without an access token, requests get 503, and a check would say nothing about the server.
+        if let Some(request) = check_request(&cluster.settings, &health, &endpoint) {
+            let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint, request)).await;
+            let result = result.unwrap_or_else(|_| Err(format!("no response within {:?}", health.timeout)));
+            cluster.report_check(&endpoint, &health, result);
+        }
         sleep(part(900, 1100)).await;
     }
 }
@@ -65,10 +71,11 @@ async fn check_once(
     cluster: &UpstreamCluster,
     health: &HealthSettings,
     endpoint: &Arc<Endpoint>,
+    request: http::Result<Request<RequestBody>>,
 ) -> Result<(), String> {
+    let request = request.map_err(|error| error.to_string())?;
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
     let (mut connection, _) = pool.connect(None).await.map_err(|error| format!("cannot connect: {error}"))?;
-    let request = check_request(&cluster.settings, health, endpoint).map_err(|error| error.to_string())?;
     let response = connection
         .send(request, ReadLimit::Any)
         .await
@@ -79,19 +86,35 @@ async fn check_once(
     }
 }
 
+/// Return the request of a check, with the credentials of the upstream (`aws`, `google`). Return `None` if there is no
+/// access token.
 fn check_request(
     settings: &UpstreamSettings,
     health: &HealthSettings,
     endpoint: &Endpoint,
-) -> http::Result<Request<RequestBody>> {
+) -> Option<http::Result<Request<RequestBody>>> {
+    let authorization = match &settings.google {
+        Some(access) => Some(access.account.authorization(monotonic())?),
+        None => None,
+    };
     let request = Request::get(Uri::from(health.path.clone())).header(USER_AGENT, USER_AGENT_VALUE);
     let request = match &settings.host {
         HostPolicy::Name(name) => request.header(HOST, name),
         HostPolicy::Client | HostPolicy::Server => request.header(HOST, &*endpoint.server.authority),
     };
-    let mut request = request.body(RequestBody::empty())?;
+    let mut request = match request.body(RequestBody::empty()) {
+        Ok(request) => request,
+        Err(error) => return Some(Err(error)),
+    };
+    if let Some(authorization) = authorization {
+        google_account::authorize(request.headers_mut(), authorization);
+    }
+    if let Some(signer) = &settings.aws {
+        let uri = request.uri().clone();
+        signer.sign(&Method::GET, &uri, request.headers_mut(), &content_hash(Some(b"")), unix_us());
+    }
     if settings.protocol == Protocol::Http2 {
         set_http2_target(&mut request);
     }
-    Ok(request)
+    Some(Ok(request))
 }

@@ -1,12 +1,19 @@
-//! Retries of requests to upstreams: when a retry is safe, the retry budget, and the log of the attempts.
+//! Retries of requests to upstreams: when a retry is safe, the retry budget, the log of the attempts, and the responses
+//! that retries replace.
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, Uri, Version};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version};
+use http_body_util::BodyExt;
+use tokio::time::timeout;
 
+use crate::http::body::Body;
+use crate::http::headers::has_content_coding;
 use crate::http::request_body::{ReplayBody, RequestBody};
 use crate::upstream::connection_pool::StreamOutcome;
 use crate::upstream::endpoint::Endpoint;
@@ -200,6 +207,9 @@ pub struct AttemptLog {
     /// Whether to keep the body of a request of which no part was written.
     keeps_body: bool,
     unsent_body: Option<RequestBody>,
+    /// Whether to keep the responses that retries replace.
+    keeps_replaced: bool,
+    replaced: Vec<ReplacedResponse>,
 }
 
 impl AttemptLog {
@@ -212,6 +222,26 @@ impl AttemptLog {
     pub fn keep_body(mut self) -> Self {
         self.keeps_body = true;
         self
+    }
+
+    /// Keep the start of each response that a retry replaces.
+    pub fn keep_replaced(mut self) -> Self {
+        self.keeps_replaced = true;
+        self
+    }
+
+    pub(super) fn keeps_replaced(&self) -> bool {
+        self.keeps_replaced
+    }
+
+    /// Record a response that a retry replaces.
+    pub(super) async fn record_replaced(&mut self, response: Response<Body>) {
+        self.replaced.extend(ReplacedResponse::read(response).await);
+    }
+
+    /// Return the responses that retries have replaced.
+    pub fn into_replaced(self) -> Vec<ReplacedResponse> {
+        self.replaced
     }
 
     /// Return whether no server can have executed the failed request.
@@ -266,6 +296,40 @@ impl AttemptLog {
 
     pub(super) fn record_retries(&mut self, reason: RetryReason, times: u64) {
         self.retries[reason as usize] += times;
+    }
+}
+
+// Responses that the client does not get.
+
+/// Bounds of the part of a replaced response that is read.
+const MAX_REPLACED: usize = 64 << 10;
+const MAX_REPLACED_WAIT: Duration = Duration::from_secs(1);
+
+/// The start of a response that the client does not get, because another server or a fallback gets the request.
+pub struct ReplacedResponse {
+    /// The value of `Content-Type`.
+    pub media_type: Box<str>,
+    /// The first bytes of the body.
+    pub body: Vec<u8>,
+}
+
+impl ReplacedResponse {
+    /// Read the start of a response. Return `None` if the response has no media type or is compressed.
+    pub async fn read(response: Response<Body>) -> Option<Self> {
+        let (head, mut response) = response.into_parts();
+        let media_type = head.headers.get(CONTENT_TYPE).filter(|_| !has_content_coding(&head.headers))?;
+        let media_type = media_type.to_str().ok()?.into();
+        let mut body = Vec::new();
+        let read = async {
+            while let Some(Ok(frame)) = response.frame().await
+                && body.len() < MAX_REPLACED
+            {
+                body.extend_from_slice(frame.data_ref().map_or(&[][..], Buf::chunk));
+            }
+        };
+        // The start of a slow or broken response is kept as well.
+        let _ = timeout(MAX_REPLACED_WAIT, read).await;
+        Some(ReplacedResponse { media_type, body })
     }
 }
 

@@ -181,6 +181,23 @@ fn only_the_chosen_family_is_resolved() {
 }
 
 #[test]
+fn reload_forgets_addresses_of_a_family_that_is_no_longer_resolved() {
+    let dns = NameServer::start();
+    dns.set_addresses("api.test", &["192.0.2.1", "2001:db8::1"], 60);
+    for (resolve, addresses) in
+        [("ipv4", &["192.0.2.1"][..]), ("ipv6", &["2001:db8::1"]), ("both", &["192.0.2.1", "2001:db8::1"])]
+    {
+        let before = fleets(&["api.test"]);
+        follow(&before, &dns, &[]);
+        let settings = fleets_with(&["api.test"], &format!("resolve = \"{resolve}\""))[0].settings.clone();
+        let after = Arc::new(UpstreamCluster::from_previous(settings, &before[0]));
+        // This `DnsCache` does not run, as if the next lookup failed.
+        drop(DnsCache::new(std::slice::from_ref(&after)));
+        assert!(has(&after, addresses), "{resolve}: {:?}", after.endpoints());
+    }
+}
+
+#[test]
 fn name_without_addresses_is_resolved_later() {
     let dns = NameServer::start();
     let fleets = fleets(&["late.test"]);

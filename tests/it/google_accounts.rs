@@ -15,7 +15,7 @@ use jiff::fmt::rfc2822::DateTimePrinter;
 use serde_json::{Value, json};
 
 use crate::support::eventually;
-use crate::support::gateway::Gateway;
+use crate::support::gateway::{Gateway, binary};
 use crate::support::google_key;
 use crate::support::google_key::EMAIL;
 use crate::support::reload::{reloads, with_admin};
@@ -196,5 +196,94 @@ fn clock_of_the_gateway_may_differ_from_that_of_the_endpoint() {
         let gateway = endpoint.gateway(&upstream);
         eventually("a request is sent", || gateway.client().get("/").status == 200);
         assert_eq!(endpoint.server.count(), 2, "the second assertion has the time of the endpoint");
+    }
+}
+
+/// Health checks carry the token, as requests do. Without a token, there are no checks.
+#[test]
+fn health_checks_carry_the_token_and_wait_for_the_first_one() {
+    let endpoint = Endpoint::start(Behavior { failures: 0..2, ..USUAL });
+    let upstream = Upstream::responding(|seen| {
+        let status = match seen.headers("authorization")[..] {
+            ["Bearer ya29.1"] => "200 OK",
+            _ => "401 Unauthorized",
+        };
+        format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n").into_bytes()
+    });
+    let check = "health_check = { path = \"/health\", interval = \"50ms\", unhealthy_threshold = 1 }\ngoogle";
+    let config = with_admin(&config(&upstream).replace("google", check));
+    let gateway = Gateway::start_with(&config, &[("account.json", &endpoint.key_file)]);
+    let checks = || {
+        let seen = upstream.seen.lock().unwrap();
+        seen.iter()
+            .filter(|seen| seen.target() == "/health")
+            .map(|seen| seen.headers("authorization").concat())
+            .collect::<Vec<_>>()
+    };
+    eventually("the server is checked", || checks().len() > 2);
+    assert!(checks().iter().all(|value| value == "Bearer ya29.1"), "{:?}", checks());
+    assert_eq!(endpoint.server.count(), 3, "two requests for a token have failed before");
+    assert_eq!(gateway.client().get("/").status, 200);
+    assert!(!gateway.log().contains("server is unhealthy"), "{}", gateway.log());
+}
+
+/// Run a command with the account of an endpoint. Return its exit code and its output.
+fn run(command: &str, arguments: &[&str], key_file: &str) -> (Option<i32>, String) {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(directory.path().join("account.json"), key_file).unwrap();
+    let path = directory.path().join("gateway.toml");
+    let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    std::fs::write(&path, config(&Upstream::start()) + listener).unwrap();
+    let output = binary().arg(command).args(arguments).arg("--config").arg(&path).output().unwrap();
+    let text = String::from_utf8(if output.stdout.is_empty() { output.stderr } else { output.stdout }).unwrap();
+    (output.status.code(), text)
+}
+
+#[test]
+fn doctor_and_check_request_a_token_and_say_what_fails() {
+    let nobody = google_key::generate("http://127.0.0.1:1/token").1;
+    let rejecting = Upstream::responding(|_| {
+        respond(
+            "400 Bad Request",
+            now_s(),
+            &json!({"error": "invalid_grant", "error_description": "Invalid JWT Signature."}),
+        )
+    });
+    let rejected = google_key::generate(&format!("{}/token", rejecting.url())).1;
+    let empty = Upstream::responding(|_| respond("200 OK", now_s(), &json!({})));
+    let without_token = google_key::generate(&format!("{}/token", empty.url())).1;
+    let failing = Endpoint::start(Behavior { failures: 0..u64::MAX, ..USUAL });
+    let skewed = Endpoint::start(Behavior { skew_s: 7200, ..USUAL });
+    let usual = Endpoint::start(USUAL);
+    for (key_file, code, status, message, advice) in [
+        (&usual.key_file, 0, "ok", "received, valid for 3599 s", ""),
+        (&skewed.key_file, 0, "warning", "is 7200 s ahead of this clock", "synchronize the clock"),
+        (&nobody, 1, "failed", "cannot connect: Connection refused", "check `token_uri` in the key file, and whether"),
+        (&rejected, 1, "failed", "responded with 400: invalid_grant: Invalid JWT Signature.", "still has this key"),
+        (&failing.key_file, 1, "failed", "responded with 503: internal_failure", "try again later"),
+        (&without_token, 1, "failed", "has no `access_token`", "check `token_uri`"),
+    ] {
+        let (found, text) = run("doctor", &["--json"], key_file);
+        let report: Value = serde_json::from_str(&text).unwrap();
+        let endpoint = &report["token_endpoints"][0];
+        let check = &endpoint["checks"][0];
+        assert_eq!((found, &report["ok"], &check["status"]), (Some(code), &json!(code == 0), &json!(status)), "{text}");
+        let address = endpoint["address"].as_str().unwrap();
+        assert!(address.contains("/token (") && address.contains(&format!("{EMAIL}, upstream.vertex")), "{text}");
+        // A clock that runs may be one second further.
+        let is_said =
+            check["message"].as_str().unwrap().contains(message) || text.contains(&message.replace("7200", "7201"));
+        assert!(is_said && check["advice"].as_str().unwrap_or_default().contains(advice), "{message}: {text}");
+        let (_, table) = run("doctor", &[], key_file);
+        assert!(table.contains("token endpoint at http://127.0.0.1:") && table.contains(advice), "{table}");
+        let (code, warnings) = run("check", &[], key_file);
+        assert_eq!(
+            (code, warnings.contains("[upstream.vertex]: no access token: ")),
+            (Some(0), found == Some(1)),
+            "{warnings}"
+        );
+        assert!(found == Some(0) || warnings.contains(message) && warnings.contains("google = {"), "{warnings}");
+        let (_, offline) = run("check", &["--offline"], key_file);
+        assert!(!offline.contains("access token"), "{offline}");
     }
 }

@@ -10,7 +10,10 @@ use std::sync::{Arc, Condvar, Mutex};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use flate2::read::GzDecoder;
+use jiff::civil::DateTime;
+use jiff::tz::TimeZone;
 use serde_json::{Value, json};
+use sluicegate::http::aws_signature::{AwsSigner, content_hash};
 
 use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, Reply};
@@ -1328,9 +1331,10 @@ fn aliases_of_models_are_replaced_in_paths() {
     assert_eq!(models(), ["m", "m", "m", "m", "m", "gpt/v1:0", "gpt/v1:0"]);
 }
 
-/// A provider that answers with an error may bill the tokens that it has read or generated before.
+/// A provider that answers with an error may bill the tokens that it has read or generated before. The request goes to a
+/// fallback, to another server of the upstream, or to both in turn.
 #[test]
-fn usage_of_a_response_that_a_fallback_replaces_is_charged() {
+fn usage_of_a_response_that_a_retry_or_a_fallback_replaces_is_charged() {
     let usage = r#"{"error":{"message":"overloaded"},"usage":{"prompt_tokens":40,"completion_tokens":5}}"#;
     let stream = "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":40,\"completion_tokens\":5}}\n\n";
     let compressed = "Content-Encoding: gzip\r\n";
@@ -1345,23 +1349,115 @@ fn usage_of_a_response_that_a_fallback_replaces_is_charged() {
         ("only the last error is refunded", "application/json", usage, "", 503, "", billed),
         ("all is refunded", "application/json", "{}", "", 503, "", 0),
     ] {
-        let response =
-            format!("HTTP/1.1 503 Error\r\nContent-Type: {kind}\r\n{more}Content-Length: {}\r\n\r\n{text}", text.len());
-        let first = Upstream::responding(move |_| response.clone().into_bytes());
-        let second = Provider::start();
-        let base = config("", second.address, QUOTA, "", refunds);
-        let route = "upstream = \"first\"\nretry_on = [\"5xx\"]\nretry_methods = [\"POST\"]\nfallback = [\"u\"]\n";
-        let first_upstream = format!("[upstream.first]\nservers = [\"{}\"]\n[[route]]", first.url());
-        let gateway = Gateway::start(&base.replace("upstream = \"u\"\n", route).replace("[[route]]", &first_upstream));
-        let mut body = json!({"max_tokens": 500, "mock": {"input": 21, "output": 7}});
-        if status != 200 {
-            body["mock"]["status"] = status.into();
+        for (replaced, servers, fallback) in [
+            (1, 1, "fallback = [\"second\"]"),
+            (1, 2, ""),
+            (2, 2, "fallback = [\"second\"]"),
+            (3, 3, "fallback = [\"second\"]"),
+        ] {
+            let response = format!(
+                "HTTP/1.1 503 Error\r\nContent-Type: {kind}\r\n{more}Content-Length: {}\r\n\r\n{text}",
+                text.len()
+            );
+            let own = r#"{"usage":{"prompt_tokens":21,"completion_tokens":7}}"#;
+            let last = if status == 200 { own } else { r#"{"error":{"message":"overloaded"}}"# };
+            let last = format!(
+                "HTTP/1.1 {status} Last\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{last}",
+                last.len()
+            );
+            // Whichever server gets the first requests fails.
+            let requests = Arc::<AtomicUsize>::default();
+            let all: Vec<_> = (0..=replaced)
+                .map(|_| {
+                    let (requests, response, last) = (requests.clone(), response.clone(), last.clone());
+                    Upstream::responding(move |_| {
+                        let is_replaced = requests.fetch_add(1, Ordering::SeqCst) < replaced;
+                        if is_replaced { response.clone() } else { last.clone() }.into_bytes()
+                    })
+                })
+                .collect();
+            let urls: Vec<_> = all.iter().map(Upstream::url).collect();
+            let (first, second) = urls.split_at(servers);
+            let second = if second.is_empty() { first } else { second };
+            let route = format!(
+                "upstream = \"first\"\nretries = {}\nretry_on = [\"5xx\"]\nretry_methods = [\"POST\"]\n{fallback}\n",
+                servers - 1
+            );
+            let upstreams = format!("[upstream.first]\nservers = {first:?}\n[upstream.second]\nservers = {second:?}\n");
+            let base = config("", all[0].address, QUOTA, "", refunds).replace("upstream = \"u\"\n", &route);
+            let gateway = Gateway::start(&base.replace("[[route]]", &format!("{upstreams}[[route]]")));
+            let body = json!({"max_tokens": 500});
+            let reply = post(&gateway, CHAT, &body);
+            let name = format!("{name}: {replaced} replaced, {servers} servers");
+            assert_eq!((reply.status, requests.load(Ordering::SeqCst)), (status, replaced + 1), "{name}");
+            let input = (body.to_string().len() as u64).div_ceil(4);
+            let charged = match charged {
+                charged if charged == reserved => input + 500,
+                charged if charged >= billed => charged - billed + replaced as u64 * billed,
+                charged => charged,
+            };
+            assert_remaining(&gateway, QUOTA - charged, &name);
         }
-        let reply = post(&gateway, CHAT, &body);
-        assert_eq!((reply.status, first.count(), second.count()), (status, 1, 1), "{name}");
-        let input = (body.to_string().len() as u64).div_ceil(4);
-        let charged = if charged == reserved { input + 500 } else { charged };
-        assert_remaining(&gateway, QUOTA - charged, name);
+    }
+}
+
+/// A fallback with another path gets the models that replace aliases, in its path and in the body. The request reserves
+/// the most expensive model that it could reach.
+#[test]
+fn aliases_of_models_are_replaced_for_fallbacks_with_their_own_path() {
+    let cost = "weights = { input = 0, output = 1 }, models.\"m\" = { output = 10 }";
+    let body = |model: &str| {
+        json!({
+            "model": model, "max_tokens": 100, "generationConfig": {"maxOutputTokens": 100}, "mock": {"output": 7}
+        })
+    };
+    let azure = ("/openai/deployments/{name}/chat/completions", "/d/{name}/chat/completions");
+    let gemini = "/v1beta/models/{rest}";
+    let vertex = "/v1/projects/p/publishers/google/models/{rest}";
+    for (path, path_of_route, path_of_fallback, sent, received, model, reserved) in [
+        // The paths of both name the model, and the path of the client does not.
+        ("/g/{*rest}", vertex, gemini, "/g/fast:generateContent", "/v1beta/models/m:generateContent", "cheap", 1000),
+        // The path of the client names it as well.
+        (
+            "/models/{*rest}",
+            vertex,
+            gemini,
+            "/models/fast:generateContent",
+            "/v1beta/models/m:generateContent",
+            "m",
+            1000,
+        ),
+        // The path of the route names a model, and the fallback reads the body.
+        (azure.1, azure.0, CHAT, "/d/cheap/chat/completions", CHAT, "fast", 1000),
+        // The other way round.
+        (azure.1, CHAT, azure.0, "/d/fast/chat/completions", "/openai/deployments/m/chat/completions", "cheap", 1000),
+        (
+            azure.1,
+            CHAT,
+            azure.0,
+            "/d/cheap/chat/completions",
+            "/openai/deployments/cheap/chat/completions",
+            "cheap",
+            100,
+        ),
+    ] {
+        let (first, second) =
+            (Upstream::responding(|_| b"HTTP/1.1 503 Error\r\nContent-Length: 0\r\n\r\n".to_vec()), Provider::start());
+        let base = config("", second.address, QUOTA, cost, "");
+        let (base, _) = base.split_once("[[route]]").unwrap();
+        let gateway = Gateway::start(&format!(
+            "{base}[upstream.first]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"{path}\"\nrewrite = \"{path_of_route}\"\n\
+             limits = [\"tokens\"]\nupstream = \"first\"\nretry_on = [\"5xx\"]\nretry_methods = [\"POST\"]\n\
+             fallback = [{{ upstream = \"u\", rewrite = \"{path_of_fallback}\" }}]\nmodel_aliases = {{ fast = \"m\" }}\n",
+            first.url()
+        ));
+        let reply = post(&gateway, sent, &body(model));
+        assert_eq!((reply.status, first.count(), second.count()), (200, 1, 1), "{sent}");
+        let seen = second.seen.lock().unwrap().iter().rev().find(|seen| !seen.body.is_empty()).unwrap().clone();
+        assert_eq!(seen.target(), received);
+        let got: Value = serde_json::from_slice(&seen.body).unwrap();
+        assert_eq!(got["model"], model.replace("fast", "m"), "{sent}");
+        assert_eq!(QUOTA - reply.remaining("tokens"), reserved, "{sent}");
     }
 }
 
@@ -1944,6 +2040,41 @@ fn requests_to_bedrock_are_signed_by_the_gateway() {
         "AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host;x-amz-content-sha256;x-amz-date;x-amz-security-token, Signature="
     );
     assert_eq!(authorization.strip_prefix(&*expected).map(str::len), Some(64), "{authorization}");
+}
+
+/// A health check has the signature that a request would have.
+#[test]
+fn health_checks_of_bedrock_are_signed() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[upstream.u]\nservers = [\"{}\"]\nhost = \"bedrock.us-east-1.amazonaws.com\"\n\
+         aws = {{ region = \"us-east-1\", access_key = \"AKIDEXAMPLE\", secret_key = \"secret\" }}\n\
+         health_check = {{ path = \"/foundation-models?byProvider=a\", interval = \"50ms\" }}\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nupstream = \"u\"\n",
+        upstream.url()
+    ));
+    eventually("the server is checked", || upstream.count() > 1);
+    let check = upstream.last();
+    assert_eq!(check.headers("host"), ["bedrock.us-east-1.amazonaws.com"]);
+    // The hash of an empty body.
+    assert_eq!(
+        check.headers("x-amz-content-sha256"),
+        ["e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"]
+    );
+    let signer = AwsSigner {
+        access_key: "AKIDEXAMPLE".into(),
+        secret_key: "secret".into(),
+        session_token: None,
+        region: "us-east-1".into(),
+        service: "bedrock".into(),
+    };
+    let time = DateTime::strptime("%Y%m%dT%H%M%SZ", check.headers("x-amz-date")[0]).unwrap();
+    let time = time.to_zoned(TimeZone::UTC).unwrap().timestamp().as_microsecond() as u64;
+    let mut signed = http::HeaderMap::new();
+    signed.insert("host", "bedrock.us-east-1.amazonaws.com".parse().unwrap());
+    signer.sign(&http::Method::GET, &check.target().parse().unwrap(), &mut signed, &content_hash(Some(b"")), time);
+    assert_eq!(check.headers("authorization"), [signed["authorization"].to_str().unwrap()]);
+    drop(gateway);
 }
 
 /// The bodies of this operation have the format of the model, so Bedrock reports the counts in headers.
