@@ -33,7 +33,7 @@ test-long: tools
 # Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:
 	@$(call ensure,npm,nodejs npm)
-	@$(call ensure,python3 node go curl h2load slowhttptest sslscan lego pebble openssl redis-server,python3-venv nodejs golang-go curl nghttp2-client slowhttptest sslscan lego pebble openssl redis-server)
+	@$(call ensure,python3 node go curl h2load slowhttptest sslscan lego pebble openssl redis-server nginx,python3-venv nodejs golang-go curl nghttp2-client slowhttptest sslscan lego pebble openssl redis-server nginx)
 	cargo build --locked
 	mkdir -p target/clients
 	python3 -m venv target/clients
@@ -51,6 +51,8 @@ test-clients:
 	target/clients/bin/python -B tests/clients/envoy_reference.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/drop_in.py target/debug/sluicegate
 	target/clients/bin/python -B tests/clients/decisions.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/logins.py target/debug/sluicegate
+	target/clients/bin/python -B tests/clients/virtual_hosts.py target/debug/sluicegate target/clients
 	target/clients/bin/python -B tests/clients/litellm_proxy.py target/debug/sluicegate target/clients/litellm/bin/litellm
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
 	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test crossplane
@@ -130,15 +132,17 @@ test-ops:
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
 
-# The dashboard and scripts of other origins (CORS) in a headless Chromium, and its accessibility by axe-core, pinned from npm in target/axe/. Screenshots are in target/page/.
+# The dashboard in a headless Chromium, its accessibility by axe-core, pinned from npm in target/axe/, scripts of other origins (CORS),
+# WebSockets over HTTP/2, compression, a login, error pages and security headers. Screenshots are in target/page/.
 test-page: tools
-	@$(call ensure,chromium chromedriver,chromium chromium-driver)
+	@$(call ensure,chromium chromedriver openssl,chromium chromium-driver openssl)
 	@$(call ensure,npm,nodejs npm)
 	mkdir -p target/axe
 	cp tests/page/package.json tests/page/package-lock.json target/axe/
 	npm ci --prefix target/axe --silent --no-audit --no-fund
 	cargo build --locked
 	python3 tests/page/cors.py target/debug/sluicegate
+	python3 tests/page/edge.py target/debug/sluicegate
 	python3 tests/page/page.py target/debug/sluicegate target/page target/axe/node_modules/axe-core/axe.min.js
 
 # A release build with profile-guided optimization (PGO) and its packages, in dist/: about 25 minutes.

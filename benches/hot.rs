@@ -18,7 +18,9 @@ use aws_lc_rs::signature::{
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
-use hostile_bodies::{NamedBody, Parsers, json_bodies, measure_stream, ordinary_body, ordinary_stream, streams};
+use hostile_bodies::{
+    NamedBody, Parsers, bodies_with_models, json_bodies, measure_stream, ordinary_body, ordinary_stream, streams,
+};
 use http::{HeaderMap, Method};
 use serde_json::json;
 use sluicegate::clock::{Clock, monotonic};
@@ -32,6 +34,7 @@ use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher, Key, S
 use sluicegate::limiter::memory::MemoryStore;
 use sluicegate::limiter::quota::Quota;
 use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
+use sluicegate::payload::llm::request::with_models;
 use sluicegate::routing::condition::RouteBody;
 use sluicegate::routing::{RouteMatch, RouteRequest, RouteTable};
 
@@ -175,6 +178,11 @@ fn bench_hostile_bodies(_: &mut Criterion) {
         print!("{name:50}");
         parsers.each(&bytes, |_, parse| print!("{:7.2}", shortest(parse)));
         println!();
+    }
+    println!("ms per MiB to replace aliases of models");
+    let alias = |name: &str| (name == "fast").then_some("gpt-5-mini");
+    for NamedBody { name, bytes } in bodies_with_models(MIB) {
+        println!("{name:50}{:7.2}", shortest(&|| drop(with_models(&bytes, alias))));
     }
     println!("ms per MiB of an event stream whose usage is measured");
     for NamedBody { name, bytes } in [ordinary_stream(MIB)].into_iter().chain(streams(MIB)) {

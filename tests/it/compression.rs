@@ -7,11 +7,15 @@ use std::sync::{Mutex, mpsc};
 use flate2::read::GzDecoder;
 use http::Request;
 
+use crate::hot_restart::Successor;
 use crate::support::client::Reply;
 use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::http2::Answer;
+use crate::support::reload;
+use crate::support::reload::with_admin;
 use crate::support::upstream::{Upstream, read_request, serve};
+use crate::support::{eventually, signal};
 
 /// A JSON document of about 20 KB.
 fn document() -> String {
@@ -250,6 +254,65 @@ fn event_streams_are_flushed_after_each_event() {
         }
         assert_eq!(decode(Some(coding), &received), b"data: first\n\ndata: second\n\n", "{coding}");
     }
+}
+
+/// A stream in flight keeps its coding, and its client gets all of it.
+#[test]
+fn reload_and_hot_restart_change_the_coding_of_later_responses_only() {
+    let (go, seen) = mpsc::channel();
+    let seen = Mutex::new(seen);
+    let upstream = serve(move |mut stream| {
+        while let Some(request) = read_request(&mut stream) {
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
+            stream.write_all(format!("{head}d\r\ndata: first\n\n\r\n").as_bytes()).unwrap();
+            if request.target() == "/stream" {
+                seen.lock().unwrap().recv().unwrap();
+            }
+            stream.write_all(b"e\r\ndata: second\n\n\r\n0\r\n\r\n").unwrap();
+        }
+    });
+    let config = |coding: &str| {
+        with_admin(&format!(
+            "[upstream.api]\nservers = [\"http://{upstream}\"]\n[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\n\
+             upstream = \"api\"\ncompress = {{ types = [\"text/event-stream\"], algorithms = [\"{coding}\"] }}\n"
+        ))
+    };
+    let accept = "Accept-Encoding: gzip, br, zstd";
+    let mut gateway = Gateway::start(&config("gzip"));
+    let mut successors = Vec::new();
+    for (before, after) in [("gzip", "br"), ("br", "zstd")] {
+        let mut client = gateway.client();
+        client.send(format!("GET /stream HTTP/1.1\r\nHost: a\r\n{accept}\r\n\r\n").as_bytes());
+        assert_eq!(client.head().unwrap().header("content-encoding"), Some(before));
+        let mut received = Vec::new();
+        while !starts_with(before, &received, b"data: first\n\n") {
+            received.extend(client.chunk().expect("the first event arrives before the second is sent"));
+        }
+        gateway.put(&config(after));
+        if before == "gzip" {
+            let reply = reload::ask(&gateway, "POST", "/api/reload");
+            assert_eq!(reply.status, 200, "{}", reply.text());
+        } else {
+            signal(&gateway.child, "USR2");
+            successors.push(Successor::of(&gateway));
+            eventually("the old process accepts no connections", || {
+                gateway.log().contains("stopping after the requests in flight")
+            });
+        }
+        let is_changed = || {
+            let reply = gateway.client().get_with("/short", &[("accept-encoding", "gzip, br, zstd")]);
+            let coding = reply.header("content-encoding").unwrap().to_owned();
+            assert_eq!(decode(Some(&coding), &reply.body), b"data: first\n\ndata: second\n\n");
+            coding == after
+        };
+        eventually("the next response has the new coding", is_changed);
+        go.send(()).unwrap();
+        while let Some(chunk) = client.chunk().filter(|chunk| !chunk.is_empty()) {
+            received.extend(chunk);
+        }
+        assert_eq!(decode(Some(before), &received), b"data: first\n\ndata: second\n\n", "{before}");
+    }
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
 }
 
 /// Return whether the decoded part of a compressed body starts with these bytes.

@@ -241,7 +241,7 @@ fn run(command: &str, arguments: &[&str], key_file: &str) -> (Option<i32>, Strin
 
 #[test]
 fn doctor_and_check_request_a_token_and_say_what_fails() {
-    let nobody = google_key::generate("http://127.0.0.1:1/token").1;
+    let unreachable = google_key::generate("http://127.0.0.1:1/token").1;
     let rejecting = Upstream::responding(|_| {
         respond(
             "400 Bad Request",
@@ -258,7 +258,13 @@ fn doctor_and_check_request_a_token_and_say_what_fails() {
     for (key_file, code, status, message, advice) in [
         (&usual.key_file, 0, "ok", "received, valid for 3599 s", ""),
         (&skewed.key_file, 0, "warning", "is 7200 s ahead of this clock", "synchronize the clock"),
-        (&nobody, 1, "failed", "cannot connect: Connection refused", "check `token_uri` in the key file, and whether"),
+        (
+            &unreachable,
+            1,
+            "failed",
+            "cannot connect: Connection refused",
+            "check `token_uri` in the key file, and whether",
+        ),
         (&rejected, 1, "failed", "responded with 400: invalid_grant: Invalid JWT Signature.", "still has this key"),
         (&failing.key_file, 1, "failed", "responded with 503: internal_failure", "try again later"),
         (&without_token, 1, "failed", "has no `access_token`", "check `token_uri`"),

@@ -18,7 +18,7 @@ pub(crate) struct Successor(String);
 
 impl Successor {
     /// Wait until the process that replaces a gateway serves requests. Return this process.
-    fn of(gateway: &Gateway) -> Successor {
+    pub(crate) fn of(gateway: &Gateway) -> Successor {
         let id = || new_process_id(&gateway.log());
         eventually("another process serves", || id().is_some());
         Successor(id().unwrap())

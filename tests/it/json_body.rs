@@ -7,12 +7,13 @@ use std::time::Duration;
 use http::Request;
 use rustix::time::{ClockId, clock_gettime};
 use sluicegate::payload::json::body::{MAX_CONTAINERS, MAX_ELEMENTS, MAX_MEMBERS};
+use sluicegate::payload::llm::request::with_models;
 
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::hostile_bodies::{
-    NamedBody, Parsers, json_bodies, measure_stream, ordinary_body, ordinary_stream, streams,
+    NamedBody, Parsers, bodies_with_models, json_bodies, measure_stream, ordinary_body, ordinary_stream, streams,
 };
 use crate::support::http2;
 use crate::support::upstream::Upstream;
@@ -518,6 +519,13 @@ fn hostile_bodies_take_about_the_time_of_ordinary_ones() {
         parsers.each(&bytes, |parser, parse| {
             compare(format!("{name}, {parser}"), shortest(parse), *usual.next().unwrap());
         });
+    }
+    let alias = |name: &str| (name == "fast").then_some("gpt-5-mini");
+    let mut bodies = bodies_with_models(LENGTH).into_iter();
+    let ordinary = bodies.next().unwrap();
+    let usual = shortest(&|| drop(with_models(&ordinary.bytes, alias)));
+    for NamedBody { name, bytes } in bodies {
+        compare(format!("models of {name}"), shortest(&|| drop(with_models(&bytes, alias))), usual);
     }
     let usual = shortest(&|| measure_stream(&ordinary_stream(LENGTH).bytes));
     for NamedBody { name, bytes } in streams(LENGTH) {

@@ -9,9 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use http::Request;
+
+use crate::hot_restart::hot_restart;
 use crate::support::client::{Client, Reply, load};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
+use crate::support::http2;
+use crate::support::http2::Answer;
 use crate::support::reload::{reloads, with_admin};
 use crate::support::server::{Behaviour, Server};
 use crate::support::upstream::{Upstream, read_head, serve};
@@ -718,7 +723,7 @@ fn sticky_cookie_keeps_a_client_on_its_server() {
              [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n"
         )
     };
-    let gateway = Gateway::start(&with_admin(&config("20s")));
+    let mut gateway = Gateway::start(&with_admin(&config("20s")));
     let (first, reply) = served_by(&gateway, &servers, "other=1");
     let (name, value) = set_cookie(&reply).expect("a cookie");
     let attributes = "; Path=/; Max-Age=3600; Secure; HttpOnly; SameSite=Strict";
@@ -733,8 +738,35 @@ fn sticky_cookie_keeps_a_client_on_its_server() {
             assert_eq!((index, reply.header("set-cookie")), (first, None));
         }
     }
+    // A hot restart and a restart keep it as well. The key of the cookies is derived from `store.secret`.
     reloads(&gateway, &config("21s"));
     assert_eq!(served_by(&gateway, &servers, &cookie).0, first);
+    let _successor = hot_restart(&mut gateway);
+    for _ in 0..10 {
+        let (index, reply) = served_by(&gateway, &servers, &cookie);
+        assert_eq!((index, reply.header("set-cookie")), (first, None), "after a hot restart");
+    }
+    let mut stopped = other;
+    stopped.terminate();
+    stopped.wait();
+    let restarted = Gateway::start(&with_admin(&config("20s")));
+    for _ in 0..10 {
+        let (index, reply) = served_by(&restarted, &servers, &cookie);
+        assert_eq!((index, reply.header("set-cookie")), (first, None), "after a restart");
+    }
+    // Another secret makes other cookies.
+    let changed = Gateway::start(&with_admin(&config("20s").replace("0123456789abcdef0", "f123456789abcdef0")));
+    assert!(set_cookie(&served_by(&changed, &servers, &cookie).1).is_some(), "a cookie of another secret");
+    // HTTP/2 clients may send each cookie in its own header (RFC 9113 §8.2.3).
+    for cookies in [&[&*cookie][..], &["other=1", &format!("place={value}"), "more=2"]] {
+        let before: Vec<_> = servers.iter().map(Server::count).collect();
+        let request = Request::get("http://shop.test/");
+        let request = cookies.iter().fold(request, |request, cookie| request.header("cookie", *cookie));
+        let answer = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]).remove(0);
+        let Answer::Response(_, headers, _) = answer else { panic!("{answer:?}") };
+        assert!(!headers.contains_key("set-cookie"), "{headers:?}");
+        assert_eq!(servers.iter().zip(before).position(|(server, before)| server.count() > before), Some(first));
+    }
     // Cookies that the gateway has not made select no server.
     for wrong in ["place=1", "place=127.0.0.1", "place=00000000000000ff", "place=\u{e9}", "place", "xplace=1"] {
         let (_, reply) = served_by(&gateway, &servers, wrong);

@@ -36,6 +36,7 @@ mod doctor;
 mod downstream_tls;
 mod draining;
 mod drop_in;
+mod edge_features;
 mod embed;
 mod error_pages;
 mod explain;

@@ -8,13 +8,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::hot_restart::Successor;
 use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::reload;
 use crate::support::upstream::{Upstream, read_head, serve};
-use crate::support::{MAX_WAIT, assert_silent, eventually};
+use crate::support::{MAX_WAIT, assert_silent, eventually, signal};
 use bytes::Bytes;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -695,4 +696,36 @@ fn extended_connect_is_offered_only_on_listeners_with_a_websocket_route() {
     let gateway = Gateway::start(&format!("{other}{listeners}"));
     let is_offered = || block_on(async { http2_client(&gateway).await.is_extended_connect_protocol_enabled() });
     assert!(!is_offered(), "the route belongs to another listener");
+}
+
+/// The WebSockets of the old process continue, and the new process accepts others.
+#[test]
+fn websockets_of_both_protocols_continue_during_a_hot_restart() {
+    let (upstream, _) = echo();
+    let mut gateway = Gateway::start(&config(upstream, ""));
+    let mut of_http1 = connect(&gateway);
+    send_text(&mut of_http1, "before");
+    block_on(async {
+        let mut client = http2_client(&gateway).await;
+        let mut of_http2 = Http2Socket::open(&mut client, "/ws").await;
+        of_http2.exchange(HELLO).await;
+        gateway.put(&config(upstream, "").replace("status = 200", "status = 204"));
+        signal(&gateway.child, "USR2");
+        let _successor = Successor::of(&gateway);
+        eventually("the old process accepts no connections", || (0..20).all(|_| gateway.get("/quick").status == 204));
+        send_text(&mut of_http1, "after");
+        of_http2.exchange(HELLO).await;
+        let mut later = http2_client(&gateway).await;
+        let mut socket = Http2Socket::open(&mut later, "/ws").await;
+        socket.exchange(HELLO).await;
+        send_text(&mut connect(&gateway), "of the new process");
+        assert!(gateway.child.try_wait().unwrap().is_none(), "the old process waits for its WebSockets");
+        of_http2.exchange(CLOSE).await;
+        of_http2.assert_ended().await;
+        of_http1.close(None).unwrap();
+        assert_closed_well(&mut of_http1);
+        drop(of_http1);
+        assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+        socket.exchange(HELLO).await;
+    });
 }

@@ -23,7 +23,8 @@ FLAGS = [
 class Browser:
     """A browser window that records its console messages and network requests."""
 
-    def __init__(self):
+    def __init__(self, flags=()):
+        """Start a browser with further command line flags."""
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
         for line in self.driver.stdout:
@@ -33,7 +34,7 @@ class Browser:
         else:
             raise SystemExit("chromedriver did not start")
         self.session = f"http://127.0.0.1:{started[1]}/session"
-        options = {"binary": "/usr/bin/chromium", "args": [*FLAGS, f"--user-data-dir={self.profile.name}"]}
+        options = {"binary": "/usr/bin/chromium", "args": [*FLAGS, *flags, f"--user-data-dir={self.profile.name}"]}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
         answer = self.call("POST", "", {"capabilities": {"alwaysMatch": wanted}})
         self.session += f"/{answer['sessionId']}"

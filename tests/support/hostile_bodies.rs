@@ -25,6 +25,23 @@ pub fn ordinary_body(length: usize) -> NamedBody {
     NamedBody { name: "ordinary objects", bytes: filled(length, "[", unit, "]") }
 }
 
+/// Return bodies of about this length in which aliases of models (`fast`) are replaced: an ordinary one, and hostile ones.
+pub fn bodies_with_models(length: usize) -> Vec<NamedBody> {
+    let deep = format!(r#"{{"x":{}0{}}},"#, "[".repeat(120), "]".repeat(120));
+    [
+        ("a chat", r#"{"model":"fast","messages":["#, r#"{"role":"user","content":"some words of a chat"},"#, "]}"),
+        ("short values before the model", r#"{"a":["#, "0,", r#"],"model":"fast"}"#),
+        ("deep values before the model", r#"{"a":["#, &*deep, r#"],"model":"fast"}"#),
+        ("many names, of which none is an alias", r#"{"models":["#, r#""a","#, "]}"),
+        ("many aliases", r#"{"models":["#, r#""fast","#, "]}"),
+        ("names with escape sequences", r#"{"models":["#, r#""\u0066","#, "]}"),
+        ("a name of many models", r#"{"model":""#, "a,", r#""}"#),
+        ("a batch of requests", r#"{"requests":["#, r#"{"params":{"model":"a"}},"#, "]}"),
+    ]
+    .map(|(name, start, unit, end)| NamedBody { name, bytes: filled(length, start, unit, end) })
+    .into()
+}
+
 /// Return hostile JSON bodies of about this length.
 pub fn json_bodies(length: usize) -> Vec<NamedBody> {
     let chat = r#"{"model":"m","messages":["#;
