@@ -42,6 +42,8 @@ test-clients:
 	target/clients/litellm/bin/pip install --quiet --disable-pip-version-check -r tests/clients/litellm-requirements.txt
 	python3 -m venv target/clients/mcp
 	target/clients/mcp/bin/pip install --quiet --disable-pip-version-check -r tests/clients/mcp-requirements.txt
+	python3 -m venv target/clients/providers
+	target/clients/providers/bin/pip install --quiet --disable-pip-version-check -r tests/clients/providers-requirements.txt
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
@@ -55,6 +57,7 @@ test-clients:
 	target/clients/bin/python -B tests/clients/virtual_hosts.py target/debug/sluicegate target/clients
 	target/clients/bin/python -B tests/clients/litellm_proxy.py target/debug/sluicegate target/clients/litellm/bin/litellm
 	target/clients/mcp/bin/python -B tests/clients/agents.py target/debug/sluicegate
+	target/clients/providers/bin/python -B tests/clients/providers.py target/debug/sluicegate
 	CROSSPLANE_PYTHON=$(CURDIR)/target/clients/bin/python cargo test --locked --test crossplane
 
 # Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go: compares the decisions with

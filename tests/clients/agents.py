@@ -9,6 +9,7 @@ without a gateway.
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -148,8 +149,8 @@ def conformance(url, folder):
     subprocess.run(run, cwd=NODE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
     results = {}
     for path in Path(folder).glob("*/checks.json"):
-        # The name of the directory ends with a timestamp.
-        scenario = path.parent.name.rsplit("-202", 1)[0]
+        # The name of the directory ends with a timestamp, whose milliseconds may look like a year.
+        scenario = re.sub(r"-\d{4}-\d\d-\d\dT.*", "", path.parent.name)
         results[scenario] = [(check["id"], check["status"]) for check in json.loads(path.read_text())]
     return results
 
