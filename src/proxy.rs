@@ -574,7 +574,9 @@ impl AdmissionIo for GatewayIo<'_, '_> {
     async fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) -> Result<(), LlmError> {
         self.record.model(llm.model.as_deref(), llm.operation);
         llm.is_traced = self.record.trace().is_some();
-        llm.learned = Some(self.snapshot.metrics.learned_output.clone());
+        if route.rate_limits.llm.is_some_and(|llm| llm.learns_output) {
+            llm.learned = Some(self.snapshot.metrics.learned_output.clone());
+        }
         if llm.has_aliases {
             let route = self.snapshot.config.routes[route.index].clone();
             let change = move |body: &[u8]| {

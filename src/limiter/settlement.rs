@@ -604,6 +604,11 @@ impl DeferredCharges {
         self.charges.iter().map(|charge| (charge.charge.limit_index, charge.charge.cost))
     }
 
+    /// Return whether the costs of a charge are added to usage totals.
+    pub fn have_totals(&self) -> bool {
+        self.charges.iter().any(|owed| owed.charge.usage.is_some())
+    }
+
     /// Add the cost that `cost_of` returns for each limit index to the usage totals of a model, on the day of the
     /// charge.
     pub fn count_model(&self, model: &str, cost_of: impl Fn(usize) -> Option<u64>) {

@@ -71,9 +71,12 @@ impl<'a> Holdings<'a> {
     ) -> impl Future<Output = Settled<'a>> + use<'a> {
         let Holdings { mut decision, llm } = self;
         let limits = &route.rate_limits.limits;
+        // Most requests have no floors.
         let floors: Vec<CostFloor> = match &llm {
-            Some(llm) => (0..limits.len()).map(|index| CostFloor::new(llm, index, &limits[index], replaced)).collect(),
-            None => Vec::new(),
+            Some(llm) if !replaced.is_empty() || llm.has_learned_reservations() => {
+                (0..limits.len()).map(|index| CostFloor::new(llm, index, &limits[index], replaced)).collect()
+            }
+            Some(_) | None => Vec::new(),
         };
         let reservations = match (llm, result) {
             (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response, rest, replaced),

@@ -358,6 +358,11 @@ impl LlmRequest {
         cost
     }
 
+    /// Return whether a limit has learned the output, so that it may reserve less than the requested maximum.
+    pub(super) fn has_learned_reservations(&self) -> bool {
+        self.learned.is_some()
+    }
+
     /// Return the cost of the requested maximum for the limit with this index, if less is reserved.
     pub(super) fn uncovered_maximum(&self, limit_index: usize) -> Option<u64> {
         let reservations = self.learned_reservations.lock().unwrap_or_else(PoisonError::into_inner);
@@ -426,6 +431,7 @@ impl LlmRequest {
         let mut settled = Vec::new();
         let reservations = mem::take(&mut self.learned_reservations).into_inner();
         let mut reservations = reservations.unwrap_or_else(PoisonError::into_inner);
+        let priced = self.priced_models();
         for (limit_index, reserved) in charges.costs() {
             let Some(llm) = limits[limit_index].cost.llm() else { continue };
             let (format, bytes_per_token) = (&llm.usage, llm.estimate.output_bytes_per_token());
@@ -439,7 +445,6 @@ impl LlmRequest {
                 meters.push(Meter { format: format.clone(), bytes_per_token, meter });
                 meters.len() - 1
             });
-            let priced = self.priced_models();
             let known = reservations.iter().position(|reservation| reservation.limit_index == limit_index);
             let learned = known.map(|index| reservations.swap_remove(index));
             settled.push(SettledLimit {
@@ -473,7 +478,6 @@ impl LlmRequest {
             event: Vec::new(),
             line_feed: LineFeed::Next,
         });
-        let priced = self.priced_models();
         Some(Box::new(LlmSettlement { charges, priced, meters, limits: settled, rewriter, rest }))
     }
 
@@ -771,14 +775,16 @@ impl LlmSettlement {
             }
         }
         let cost_of = |limit_index| costs.iter().find(|settled| settled.limit_index == limit_index).map(|one| one.cost);
-        if let Some(model) = &self.priced.model {
-            self.charges.count_model(model, cost_of);
-        }
-        for (limit, settled) in self.limits.iter().zip(&costs) {
-            for usage in limit.replaced.iter().map(|(usage, _)| *usage).chain(settled.usage) {
-                let kinds = COUNTED_KINDS.into_iter().zip(usage.by_kind());
-                let tokens: Vec<_> = kinds.filter(|(_, tokens)| *tokens > 0).collect();
-                self.charges.count_kinds(&tokens, |limit_index| limit_index == settled.limit_index);
+        if self.charges.have_totals() {
+            if let Some(model) = &self.priced.model {
+                self.charges.count_model(model, cost_of);
+            }
+            for (limit, settled) in self.limits.iter().zip(&costs) {
+                for usage in limit.replaced.iter().map(|(usage, _)| *usage).chain(settled.usage) {
+                    let kinds = COUNTED_KINDS.into_iter().zip(usage.by_kind());
+                    let tokens: Vec<_> = kinds.filter(|(_, tokens)| *tokens > 0).collect();
+                    self.charges.count_kinds(&tokens, |limit_index| limit_index == settled.limit_index);
+                }
             }
         }
         if let Some(limit) = self.limits.first() {
@@ -795,9 +801,10 @@ impl LlmSettlement {
         let action = |limit_index, _| cost_of(limit_index).map_or(SettleAction::Nothing, SettleAction::Settle);
         let learned = self.limits.into_iter().filter_map(|limit| limit.learned);
         let uncovered: Vec<_> = learned.filter_map(|(_, reservation)| reservation.uncovered).collect();
-        match Handle::try_current() {
+        let runtime = if uncovered.is_empty() { None } else { Handle::try_current().ok() };
+        match runtime {
             // The cost counts as uncovered until it is charged.
-            Ok(runtime) if !uncovered.is_empty() => {
+            Some(runtime) => {
                 let settled = self.charges.settle(action);
                 runtime.spawn(async move {
                     if let Some(settled) = settled {
@@ -807,7 +814,7 @@ impl LlmSettlement {
                     drop(uncovered);
                 });
             }
-            Ok(_) | Err(_) => self.charges.settle_in_background(action),
+            None => self.charges.settle_in_background(action),
         }
         LlmReport { usage, model }
     }

@@ -182,6 +182,8 @@ pub struct LlmInspection {
     pub max_retry_wait: Duration,
     /// Whether clients get the rate limit headers of the provider.
     pub provider_headers: bool,
+    /// Whether a limit learns the output of responses.
+    pub learns_output: bool,
 }
 
 impl LlmInspection {
@@ -199,6 +201,7 @@ impl LlmInspection {
                 unknown: if is_enforced { llm.unknown } else { llm.unknown.min(UnknownOperation::Reserve) },
                 max_retry_wait: llm.max_retry_wait,
                 provider_headers: llm.provider_headers,
+                learns_output: llm.learns_output,
             })
         });
         inspections.reduce(|one, other| LlmInspection {
@@ -209,6 +212,7 @@ impl LlmInspection {
             unknown: one.unknown.max(other.unknown),
             max_retry_wait: one.max_retry_wait.min(other.max_retry_wait),
             provider_headers: one.provider_headers || other.provider_headers,
+            learns_output: one.learns_output || other.learns_output,
         })
     }
 }
