@@ -420,13 +420,13 @@ fn check_warns_of_a_timeout_that_is_too_short_for_the_round_trip() {
     let said = run("check", "", &url, "50ms", &[], &[]);
     assert_eq!(said.code, Some(0), "{}", said.out);
     let warned = |text: &str| said.out.contains(text);
-    assert!(warned("round trip: median 3") && warned("store.timeout is 50 ms"), "{}", said.out);
-    assert!(
-        warned("store.timeout is too short for these round trips: set store.timeout to at least 1"),
-        "{}",
-        said.out
-    );
-    assert!(!warned("does not answer in time"), "{}", said.out);
+    // On a busy machine, the median may be longer than `store.timeout`.
+    let (_, median) = said.out.split_once("round trip: median ").unwrap_or_else(|| panic!("{}", said.out));
+    let median: f64 = median.split(' ').next().unwrap().parse().unwrap();
+    let verdict =
+        if median >= 50.0 { "Redis replies later than store.timeout" } else { "is too short for these round trips" };
+    assert!(median >= 30.0 && warned("store.timeout is 50 ms") && warned(verdict), "{}", said.out);
+    assert!(warned("set store.timeout to at least ") && !warned("does not answer in time"), "{}", said.out);
     let fine = run("check", "", &url, "5s", &["--strict"], &[]);
     assert!(!fine.out.contains("round trip"), "{}", fine.out);
     let offline = run("check", "", &url, "50ms", &["--offline"], &[]);

@@ -1198,11 +1198,12 @@ fn aliases_of_models_are_replaced_in_lists_and_fallbacks() {
 
 /// Send `count` requests at the same time, which all use the output that they ask for. Return how many are admitted, and
 /// the tokens that all requests so far are charged in the end.
-fn burst(gateway: &Gateway, provider: &Provider, body: &Value, count: usize) -> (usize, u64) {
+fn burst(gateway: &Gateway, provider: &Provider, send: impl Fn(usize) -> u16 + Sync, count: usize) -> (usize, u64) {
     let posted = || provider.seen.lock().unwrap().iter().filter(|seen| !seen.body.is_empty()).count();
     let before = posted();
     let statuses: Vec<u16> = std::thread::scope(|scope| {
-        let clients: Vec<_> = (0..count).map(|_| scope.spawn(|| post(gateway, CHAT, body).status)).collect();
+        let send = &send;
+        let clients: Vec<_> = (0..count).map(|number| scope.spawn(move || send(number))).collect();
         // The provider answers when all requests have been decided.
         let denied = || clients.iter().filter(|client| client.is_finished()).count();
         eventually("all requests are decided", || denied() + posted() - before >= count);
@@ -1234,11 +1235,63 @@ fn learned_reservations_admit_more_requests_and_exceed_the_budget_by_at_most_a_t
         }
         let reserved = QUOTA - post(&gateway, CHAT, &short).remaining("tokens") - 400;
         assert_eq!(reserved < 100, !cost.is_empty(), "{cost}: {reserved}");
-        let (admitted, charged) = burst(&gateway, &provider, &full, 50);
+        let (admitted, charged) = burst(&gateway, &provider, |_| post(&gateway, CHAT, &full).status, 50);
         assert!(charged <= max, "{cost}: {charged} tokens for {admitted} requests");
         admitted_by.push(admitted);
     }
     assert!(admitted_by[0] < admitted_by[1], "{admitted_by:?}");
+}
+
+/// Fifty requests at once near the budget, with headers and positions of other APIs that could lower the reservation.
+#[test]
+fn concurrent_requests_to_each_api_stay_within_the_budget() {
+    const OUTPUT: u64 = 900;
+    let mock = json!({"input": 10, "output": OUTPUT, "pause_after": 0, "seed": 1});
+    let raw = json!({"raw": json!({"usage": {"inputTokens": 10, "outputTokens": OUTPUT}}).to_string()});
+    let positions = |mut own: Value, mock: &Value| {
+        let others = json!({
+            "max_tokens": 1, "max_completion_tokens": 1, "options": {"num_predict": 1}, "mock": mock,
+            "generationConfig": {"maxOutputTokens": 1}, "inferenceConfig": {"maxTokens": 1}
+        });
+        for (name, value) in others.as_object().unwrap() {
+            own.as_object_mut().unwrap().entry(name).or_insert_with(|| value.clone());
+        }
+        own
+    };
+    let generation = json!({"generationConfig": {"maxOutputTokens": OUTPUT}});
+    let headers = [
+        ("anthropic-version", "2023-06-01"),
+        ("anthropic-beta", "output-128k"),
+        ("x-goog-api-key", "k"),
+        ("openai-beta", "assistants=v2"),
+        ("user-agent", "ollama-python"),
+        ("x-amz-target", "x"),
+    ];
+    for (path, body) in [
+        (CHAT, positions(json!({"max_tokens": OUTPUT, "max_completion_tokens": OUTPUT}), &mock)),
+        (CHAT, positions(json!({"max_tokens": OUTPUT, "max_completion_tokens": OUTPUT, "stream": true}), &mock)),
+        ("/v1/responses", positions(json!({"max_output_tokens": OUTPUT, "max_tokens": OUTPUT}), &mock)),
+        ("/v1/messages", positions(json!({"max_tokens": OUTPUT, "stream": true}), &mock)),
+        ("/v1beta/models/m:generateContent", positions(generation.clone(), &mock)),
+        ("/v1beta/models/m:streamGenerateContent?alt=sse", positions(generation, &mock)),
+        ("/api/chat", positions(json!({"options": {"num_predict": OUTPUT}}), &mock)),
+        ("/model/m/converse", positions(json!({"inferenceConfig": {"maxTokens": OUTPUT}}), &raw)),
+    ] {
+        let provider = Provider::start();
+        let text = body.to_string();
+        let reserved = OUTPUT + (text.len() as u64).div_ceil(4);
+        let budget = 10 * reserved + reserved / 2;
+        let gateway = start(&provider, budget, "");
+        let send = |number: usize| {
+            let headers = [ID, ("content-type", "application/json"), headers[number % headers.len()]];
+            gateway.client().request("POST", path, &headers, text.as_bytes()).status
+        };
+        let (admitted, charged) = burst(&gateway, &provider, send, 50);
+        assert!(charged <= budget, "{path}: {charged} of {budget} tokens for {admitted} requests");
+        // Responses that end early free a part of their reservation for others.
+        let most = budget / (10 + OUTPUT);
+        assert!((10..=most as usize).contains(&admitted), "{path}: {admitted} admitted of at most {most}");
+    }
 }
 
 /// What a client may write to select the output of another model or client.
