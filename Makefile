@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-locks bench-ratelimit bench-memory bench-scale pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -150,7 +150,7 @@ test-page: tools
 
 # A release build with profile-guided optimization (PGO) and its packages, in dist/: about 25 minutes.
 #   1. Instrument: build a binary that counts how often each part of the code runs.
-#   2. Train: run it under the load of benches/compare, half a minute.
+#   2. Train: send it a fixed number of requests of each kind (benches/compare/train.py), about a minute.
 #   3. Build: compile the same source again with the merged counts, for the glibc of GLIBC and newer ones.
 #   4. Pack: `make packages`.
 # PROFDATA=dist/….profdata builds with the counts of a release instead of steps 1 and 2. The same commit, toolchain and counts give
@@ -182,12 +182,11 @@ release: packaging-tools
 	dist/sluicegate --version
 	$(MAKE) packages BINARY=dist/sluicegate PROFDATA=$(COUNTS)
 
-profile: tools peers packaging-tools
+profile: tools packaging-tools
 	@$(call ensure,llvm-profdata-19 h2load openssl,llvm-19 nghttp2-client openssl)
 	rm -rf $(PROFILE)
 	RUSTFLAGS="$(REMAP) -Cprofile-generate=$(PROFILE)" $(ZIGBUILD) --target-dir target/pgo/instrumented
-	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/compare.py --only "ours " --seconds 2
-	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(INSTRUMENTED) python3 benches/compare/edge.py --repeat 1 --seconds 1
+	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw python3 benches/compare/train.py $(INSTRUMENTED)
 	llvm-profdata-19 merge --sparse -o $(PROFILE)/merged.profdata $(PROFILE)/*.profraw
 
 # Packs BINARY into DIST: tarball, deb, rpm, OCI image, Helm chart, SBOM and checksums. docs/how-to/install.md.
@@ -210,7 +209,7 @@ packaging-tools:
 
 # Installs, upgrades, removes and runs the packages of DIST in roots of their own, and checks them with lintian, rpm and systemd-analyze.
 test-packages: packaging-tools
-	@$(call ensure,lintian rpm mmdebstrap skopeo bwrap systemd-analyze npm redis-server,lintian rpm mmdebstrap skopeo bubblewrap systemd npm redis-server)
+	@$(call ensure,lintian rpm mmdebstrap skopeo bwrap systemd-analyze npm redis-server valgrind,lintian rpm mmdebstrap skopeo bubblewrap systemd npm redis-server valgrind)
 	@$(call helm,target/ops)
 	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	$(PACKAGING)/python/bin/python -B tests/packages/packages.py $(DIST) target/packages
@@ -268,6 +267,19 @@ bench-instructions: tools
 	@$(call ensure,valgrind python3,valgrind python3)
 	cargo build --locked --profile quick --bin sluicegate
 	python3 benches/compare/instructions.py target/quick/sluicegate
+
+# The rate limit service beside Envoy's local rate limit, and beside envoyproxy/ratelimit if REFERENCE is its program: CPU time per
+# decision at a fixed rate. It needs Go 1.26 and the modules of its go.mod.
+bench-ratelimit: tools peers
+	@$(call ensure,h2load,nghttp2-client)
+	cargo build --locked --release
+	python3 -B benches/compare/ratelimit.py target/release/sluicegate $(if $(REFERENCE),--reference $(REFERENCE))
+
+# Locked instructions and writes to shared cache lines per request, with 1 to 16 workers, by valgrind.
+bench-locks: tools
+	@$(call ensure,valgrind objdump python3,valgrind binutils python3)
+	cargo build --locked --profile quick --bin sluicegate
+	python3 -B benches/compare/locks.py target/quick/sluicegate --lines --sites
 
 # Several gateways on one Redis and on clusters, then a million identities: the figures of docs/explanation/scale.md.
 bench-scale: tools peers

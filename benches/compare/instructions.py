@@ -183,8 +183,9 @@ def main():
     args = argparse.ArgumentParser(description=__doc__)
     args.add_argument("binary")
     args.add_argument("--only", default="", help="measure only the cases whose route contains this text")
+    args.add_argument("--route", help="measure only this route")
     options = args.parse_args()
-    binary, cases = options.binary, [case for case in CASES if options.only in case[2]]
+    binary, cases = options.binary, [case for case in CASES if options.only in case[2] and options.route in (None, case[2])]
     with tempfile.TemporaryDirectory(prefix="instructions-") as name:
         directory = pathlib.Path(name)
         redis_port, upstream_port = free_port(), free_port()

@@ -6,6 +6,7 @@ starts the program as the units would.
 """
 
 import contextlib
+import fnmatch
 import gzip
 import hashlib
 import json
@@ -100,6 +101,39 @@ def checksums():
         assert hashlib.sha256((DIST / name).read_bytes()).hexdigest() == digest, name
     run("sha256sum", "--check", "SHA256SUMS", cwd=DIST)
     print(f"SHA256SUMS: {len(named)} files")
+
+
+def contents():
+    """The files of DIST are those of the table in docs/how-to/install.md."""
+    text = (HERE.parent.parent / "docs/how-to/install.md").read_text()
+    names = re.findall(r"^\| `(sluicegate[^`]+)` \|", text, re.M)
+    assert len(names) >= 7, names
+    patterns = [name.replace("VERSION", "*").replace("…", "*").replace("x86_64", "*").replace("amd64", "*") for name in names]
+    files = {path.name for path in DIST.iterdir() if path.is_file()} - {"SHA256SUMS", "sluicegate"}
+    for pattern in patterns:
+        found = fnmatch.filter(files, pattern)
+        # The counts are part of a build with PGO.
+        assert found or pattern.endswith(".profdata"), f"{DIST} has no {pattern}"
+        files -= set(found)
+    assert not files, f"install.md does not name {files}"
+    print(f"{DIST}: the files of install.md")
+
+
+# Maximum numbers of user instructions of a build with PGO: for a request without a limit, and for one that a limit in Redis
+# denies. Builds without PGO need more.
+PGO_INSTRUCTIONS = {"plain": 29_000, "deny": 19_500}
+
+
+def pgo(program):
+    """A build that says that it was built with PGO needs fewer instructions."""
+    if "PGO: yes" not in run(program, "--version").stdout:
+        print("not built with PGO")
+        return
+    for route, most in PGO_INSTRUCTIONS.items():
+        out = run(sys.executable, HERE.parent.parent / "benches/compare/instructions.py", program, "--route", route).stdout
+        count = int(re.search(r"^\S.* ([\d,]+)$", out, re.M)[1].replace(",", ""))
+        assert count <= most, f"{route}: {count:,} instructions, at most {most:,} with PGO"
+        print(f"PGO: {count:,} instructions for {route}")
 
 
 def uses_mimalloc(program):
@@ -263,6 +297,7 @@ def rpm():
     options = ["--root", root, "--nodeps", "--dbpath", "/var/lib/rpm"]
     run("rpm", *options, "--install", package)
     version = installed_service(root)
+    assert 'protocol = "ratelimit"' in inside(root, "/bin/ratelimit", "--print").stdout
     (root / CONFFILE).write_text("# edited\n")
     run("rpm", *options, "--upgrade", "--replacepkgs", package)
     assert (root / CONFFILE).read_text() == "# edited\n", "the upgrade replaced the configuration"
@@ -423,7 +458,7 @@ shutil.rmtree(FOLDER / "tarball", ignore_errors=True)
 FOLDER.mkdir(parents=True, exist_ok=True)
 program = tarball()
 checks = {
-    "checksums": checksums, "sbom": sbom, "deb": deb, "rpm": rpm, "image": image,
+    "contents": contents, "pgo": lambda: pgo(program), "checksums": checksums, "sbom": sbom, "deb": deb, "rpm": rpm, "image": image,
     "chart": lambda: chart(program), "tag": tag, "reproducible": lambda: reproducible(program),
 }
 for name in sys.argv[3:] or checks:
