@@ -11,6 +11,7 @@ mod metrics;
 mod request;
 mod response;
 pub mod state;
+pub mod statsd;
 pub mod usage;
 
 use std::convert::Infallible;

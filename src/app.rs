@@ -13,7 +13,7 @@ mod reload;
 mod watchdog;
 mod xds;
 
-use std::net::{SocketAddr, TcpListener as StdListener};
+use std::net::TcpListener as StdListener;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,7 +22,6 @@ use std::time::Duration;
 use std::{io, thread};
 
 use http::{HeaderMap, Method, Uri};
-use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -32,9 +31,10 @@ use crate::admin::AdminSockets;
 use crate::admin::current::{ConfigHandle, ReloadRequest};
 use crate::admin::heartbeats::Heartbeats;
 use crate::admin::state::ProcessState;
+use crate::admin::statsd::StatsdThread;
 use crate::app::acme::{AcmeClient, AcmeError};
 use crate::app::hot_restart::HotRestart;
-use crate::app::listen::{AdminSocketFile, InheritedSockets, ListenerSockets};
+use crate::app::listen::{InheritedSockets, ListenerSockets, ListeningSocket, SocketFile};
 use crate::app::maintenance::MaintenanceThread;
 use crate::app::quota_events::EventThread;
 use crate::app::reload::file_watcher::FileWatcher;
@@ -58,7 +58,7 @@ use crate::listener::{ConnectionLimits, Server};
 use crate::proxy::{Gateway, GatewayWorker};
 use crate::routing::RouteRequest;
 use crate::routing::condition::RouteBody;
-use crate::snapshot::listeners::{Listener, ListenerProtocol};
+use crate::snapshot::listeners::{ListenAddress, Listener, ListenerProtocol};
 use crate::snapshot::route_action::RouteAction;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};
@@ -75,7 +75,7 @@ pub enum AppError {
     #[error("cannot listen on {address}: {source}")]
     Listen {
         /// The configured address.
-        address: SocketAddr,
+        address: ListenAddress,
         /// Index of the listener in the configuration. `None` for the admin listener.
         listener_index: Option<usize>,
         /// The error of `bind` or `listen`.
@@ -167,11 +167,13 @@ impl AppError {
 pub struct App {
     config: Arc<CompiledConfig>,
     /// Listening sockets by worker, each with the index of its listener.
-    sockets: Vec<Vec<(usize, StdListener)>>,
+    sockets: Vec<Vec<(usize, ListeningSocket)>>,
     /// Bound addresses, in the order of the listeners.
-    addresses: Vec<SocketAddr>,
+    addresses: Vec<ListenAddress>,
     admin: Option<StdListener>,
-    admin_socket: Option<(UnixListener, AdminSocketFile)>,
+    admin_socket: Option<UnixListener>,
+    /// Files of the Unix sockets, including the admin socket.
+    socket_files: Vec<SocketFile>,
     /// Cancelled to stop the admin listener.
     admin_stop: CancellationToken,
     /// Cancelled when `/readyz` must return 503.
@@ -240,10 +242,20 @@ impl App {
         let mut inherited = InheritedSockets::from_env();
         let mut addresses = Vec::new();
         let mut sockets: Vec<Vec<_>> = (0..accepting).map(|_| Vec::new()).collect();
-        for (listener_index, &Listener { address, .. }) in config.listeners.iter().enumerate() {
-            let opened = inherited.open(address, accepting);
-            let ListenerSockets { address, by_worker } =
-                opened.map_err(|source| AppError::Listen { address, listener_index: Some(listener_index), source })?;
+        let mut socket_files = Vec::new();
+        for (listener_index, Listener { address, .. }) in config.listeners.iter().enumerate() {
+            let opened = match address {
+                ListenAddress::Tcp(address) => inherited.open(*address, accepting),
+                ListenAddress::Unix(path) => listen::open_unix(path, accepting).map(|(sockets, file)| {
+                    socket_files.push(file);
+                    sockets
+                }),
+            };
+            let ListenerSockets { address, by_worker } = opened.map_err(|source| AppError::Listen {
+                address: address.clone(),
+                listener_index: Some(listener_index),
+                source,
+            })?;
             addresses.push(address);
             for (worker, opened) in sockets.iter_mut().zip(by_worker) {
                 worker.extend(opened.into_iter().map(|socket| (listener_index, socket)));
@@ -251,14 +263,18 @@ impl App {
         }
         let admin = config.admin.as_ref().map(|&AdminSettings { address, .. }| {
             let opened = inherited.open_single(address);
+            let address = ListenAddress::Tcp(address);
             opened.map_err(|source| AppError::Listen { address, listener_index: None, source })
         });
         let admin = admin.transpose()?;
         inherited.close_unclaimed();
         let admin_socket = listen::socket_path(&config.admin_socket)
-            .map(|path| AdminSocketFile::open(&path).map_err(|source| AppError::AdminSocket { path, source }));
-        let admin_socket = admin_socket.transpose()?;
-        let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
+            .map(|path| SocketFile::open_admin(&path).map_err(|source| AppError::AdminSocket { path, source }));
+        let admin_socket = admin_socket.transpose()?.map(|(socket, file)| {
+            socket_files.push(file);
+            socket
+        });
+        let spans = config.log.traces.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
         let acme = config.acme.as_ref().map(AcmeClient::open).transpose()?;
         let config = Arc::new(config);
@@ -273,6 +289,7 @@ impl App {
             addresses,
             admin,
             admin_socket,
+            socket_files,
             admin_stop,
             stopping: CancellationToken::new(),
             sinks,
@@ -303,7 +320,7 @@ impl App {
     pub fn hot_restart(&self) -> io::Result<HotRestart> {
         let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
         sockets.sort_by_key(|(listener_index, _)| *listener_index);
-        let sockets = sockets.into_iter().map(|(_, socket)| socket).chain(&self.admin);
+        let sockets = sockets.into_iter().filter_map(|(_, socket)| socket.tcp()).chain(&self.admin);
         Ok(HotRestart {
             sockets: sockets.map(StdListener::try_clone).collect::<io::Result<_>>()?,
             admin_stop: self.admin_stop.clone(),
@@ -365,7 +382,8 @@ impl App {
         });
         // Stop the admin listener when this function returns, which is after the last request.
         let _end = self.admin_stop.drop_guard();
-        let (unix, mut admin_socket_file) = self.admin_socket.unzip();
+        let unix = self.admin_socket;
+        let mut socket_files = self.socket_files;
         memory_watch::start(state.clone()).map_err(AppError::Worker)?;
         let gateways = Arc::<WorkerGateways>::default();
         let reloader = Reloader {
@@ -400,6 +418,9 @@ impl App {
         if let Some(acme) = self.acme {
             workers.push(acme.start(state.clone(), stop.clone())?);
         }
+        let statsd = self.config.statsd.clone();
+        let statsd = statsd.map(|settings| StatsdThread::start(settings, state.clone()).map_err(AppError::Worker));
+        let statsd = statsd.transpose()?;
         let background_threads = workers.len();
         let event_thread = EventThread::start(state.clone(), queued_events)?;
         let (ready_sender, ready_receiver) = channel();
@@ -413,8 +434,10 @@ impl App {
         // A worker that cannot start drops its sender without sending. Report readiness only if all workers serve
         // requests.
         if ready_receiver.iter().count() == workers.len() - background_threads {
-            if let Some(Err(error)) = admin_socket_file.as_mut().map(AdminSocketFile::publish) {
-                warn!(%error, "cannot rename the admin socket to its final path");
+            for file in &mut socket_files {
+                if let Err(error) = file.publish() {
+                    warn!(%error, "cannot rename a Unix socket to its final path");
+                }
             }
             info!("{startup_message}");
             hot_restart::notify_ready();
@@ -426,6 +449,9 @@ impl App {
         }
         // The workers have ended, so no more quota events will be queued.
         result = result.and(event_thread.finish());
+        if let Some(statsd) = statsd {
+            statsd.finish();
+        }
         state.telemetry_sinks.flush();
         result
     }
@@ -449,8 +475,12 @@ impl App {
     /// Return the URLs of the listeners.
     fn urls(&self) -> Vec<String> {
         let listeners = self.addresses.iter().zip(&self.config.listeners);
-        let scheme = |listener: &Listener| if listener.tls.is_some() { "https" } else { "http" };
-        listeners.map(|(address, listener)| format!("{}://{address}", scheme(listener))).collect()
+        let url = |(address, listener): (&ListenAddress, &Listener)| match (address, listener.tls.is_some()) {
+            (ListenAddress::Unix(_), _) => address.to_string(),
+            (ListenAddress::Tcp(_), false) => format!("http://{address}"),
+            (ListenAddress::Tcp(_), true) => format!("https://{address}"),
+        };
+        listeners.map(url).collect()
     }
 
     /// Return a command that sends a request. `None` if no listener serves routes.
@@ -463,7 +493,8 @@ impl App {
         let example = example.map_or("/", |route| &route.path);
         // For the example URL in the log, use the part of the path pattern before its first parameter.
         let example = example.split('{').next().unwrap_or("/");
-        let serves_routes = |listener: &Listener| listener.protocol == ListenerProtocol::Http;
+        let serves_routes =
+            |listener: &Listener| listener.protocol == ListenerProtocol::Http && listener.address.tcp().is_some();
         let first = config.listeners.iter().position(serves_routes)?;
         Some(format!("curl -i {method}{}{example}", self.urls()[first]))
     }
@@ -526,12 +557,17 @@ impl Worker {
     ///
     /// # Errors
     /// The runtime cannot be created, or a socket cannot be registered with it.
-    fn run(self, threads: usize, sockets: Vec<(usize, StdListener)>, ready_sender: Sender<()>) -> Result<(), AppError> {
+    fn run(
+        self,
+        threads: usize,
+        sockets: Vec<(usize, ListeningSocket)>,
+        ready_sender: Sender<()>,
+    ) -> Result<(), AppError> {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
             tokio::spawn(self.state.heartbeats.clone().beat(self.index));
-            let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
+            let listener = |(index, socket): (_, ListeningSocket)| Ok((index, socket.into_acceptor()?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
             let store = self.open_store().await;
             let counted_store = store.redis().filter(|_| self.index == 0).cloned();

@@ -8,7 +8,10 @@ mod stream;
 
 use std::collections::HashMap;
 use std::future::{Future, poll_fn};
-use std::net::{IpAddr, SocketAddr};
+use std::net::TcpStream as StdStream;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream as StdUnixStream;
 use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
@@ -18,7 +21,7 @@ use std::{io, iter};
 
 use http::StatusCode;
 use tokio::io::AsyncWriteExt;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -65,6 +68,59 @@ static NO_PROXY_HEADER_THROTTLE: LogThrottle = LogThrottle::new();
 /// Minimum interval between log messages about `max_connections`.
 const FULL_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
+/// Address of the clients of Unix sockets.
+const UNIX_PEER: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
+
+/// A listening socket that is registered with the runtime of a worker.
+#[derive(Debug)]
+pub enum Acceptor {
+    /// Accepts TCP connections.
+    Tcp(TcpListener),
+    /// Accepts connections to a Unix socket.
+    Unix(UnixListener),
+}
+
+impl Acceptor {
+    async fn accept(&self) -> io::Result<(TcpStream, SocketAddr)> {
+        match self {
+            Acceptor::Tcp(socket) => socket.accept().await,
+            Acceptor::Unix(socket) => Ok((stream_of_unix(socket.accept().await?.0)?, UNIX_PEER)),
+        }
+    }
+
+    /// Close the socket, and return the connections of its accept queue, at most [`BACKLOG`].
+    fn close(self) -> io::Result<Vec<(TcpStream, SocketAddr)>> {
+        Ok(match self {
+            Acceptor::Tcp(socket) => {
+                let socket = socket.into_std()?;
+                let pending: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
+                drop(socket);
+                let register = |(stream, address): (StdStream, _)| {
+                    stream.set_nonblocking(true).ok()?;
+                    Some((TcpStream::from_std(stream).ok()?, address))
+                };
+                pending.into_iter().filter_map(register).collect()
+            }
+            Acceptor::Unix(socket) => {
+                let socket = socket.into_std()?;
+                let pending: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
+                drop(socket);
+                let register = |(stream, _): (StdUnixStream, _)| {
+                    stream.set_nonblocking(true).ok()?;
+                    Some((stream_of_unix(UnixStream::from_std(stream).ok()?).ok()?, UNIX_PEER))
+                };
+                pending.into_iter().filter_map(register).collect()
+            }
+        })
+    }
+}
+
+/// Return a connection to a Unix socket as the type of TCP connections. The calls of the kernel that read, write and
+/// close are the same for both. Only those with addresses and TCP options fail.
+fn stream_of_unix(stream: UnixStream) -> io::Result<TcpStream> {
+    TcpStream::from_std(OwnedFd::from(stream.into_std()?).into())
+}
+
 /// The server of one worker for all listeners.
 #[derive(Debug, Clone)]
 pub struct Server {
@@ -97,7 +153,7 @@ impl Server {
     /// Serve the connections of each socket until draining starts. Then wait until all connections are closed, at most
     /// for `drain_timeout`, and close the remaining connections. `sockets` contains each socket with the index of its
     /// listener.
-    pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
+    pub async fn run(self, sockets: Vec<(usize, Acceptor)>) {
         let accept = |(listener_index, socket)| tokio::spawn(self.clone().accept(socket, listener_index));
         let accept_tasks: Vec<_> = sockets.into_iter().map(accept).collect();
         for task in accept_tasks {
@@ -122,7 +178,7 @@ impl Server {
         }
     }
 
-    async fn accept(self, socket: TcpListener, listener_index: usize) {
+    async fn accept(self, socket: Acceptor, listener_index: usize) {
         let mut logged_at = None;
         let mut is_delayed = false;
         loop {
@@ -151,13 +207,8 @@ impl Server {
         }
         // The kernel resets connections in the accept queue when the socket closes, so the gateway accepts them first.
         // It accepts at most `BACKLOG` connections, so that clients that keep connecting cannot delay the drain.
-        let Ok(socket) = socket.into_std() else { return };
-        let pending: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
-        drop(socket);
-        for (stream, address) in pending {
-            if let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) {
-                self.spawn_connection(stream, address, listener_index).await;
-            }
+        for (stream, address) in socket.close().unwrap_or_default() {
+            self.spawn_connection(stream, address, listener_index).await;
         }
     }
 
@@ -201,11 +252,15 @@ impl Server {
         address: SocketAddr,
         listener_index: usize,
     ) -> Result<(), BoxError> {
-        // Set TCP_NODELAY, because Nagle's algorithm would only delay responses, which the gateway writes in one piece.
-        stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
         let config = gateway.config();
         let listener = &config.listeners[listener_index];
+        let is_tcp = listener.address.tcp().is_some();
+        if is_tcp {
+            // Set TCP_NODELAY, because Nagle's algorithm would only delay responses, which the gateway writes in one
+            // piece.
+            stream.set_nodelay(true)?;
+        }
         let settings = config.server.clone();
         // The PROXY header, the TLS handshake and the first request headers share one timeout.
         let deadline = Instant::now() + settings.header_timeout;
@@ -214,8 +269,9 @@ impl Server {
         peer.listener = listener_index;
         let connection_limits = self.connection_limits.clone();
         // Exempt trusted proxies from `max_connections_per_ip`, because their connections carry the requests of many
-        // clients.
+        // clients. All clients of a Unix socket have the same address.
         let _permit = if connection_limits.has_per_ip_limit()
+            && is_tcp
             && !peer.forwarded.trusted
             && !settings.is_exempt_from_per_ip(peer.address)
         {

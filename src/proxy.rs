@@ -410,9 +410,7 @@ impl Gateway {
             Ok(decision) => named.answer(decision, response.headers_mut()),
             Err(_) => StatusCode::SERVICE_UNAVAILABLE,
         };
-        if let Some(log) = &self.sinks.access_log {
-            call.write_record(log, &checks, &decision, response.status(), elapsed);
-        }
+        call.write_record(&self.sinks, &checks, &decision, response.status(), elapsed);
         let mut decision = decision.map_err(|_| ApiError::store_unavailable())?;
         if let Some(time) = time
             && let Some(held) = HeldDecision::take(&mut decision, HeldLimits::Named(named.specs()))

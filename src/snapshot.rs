@@ -20,6 +20,7 @@ pub(crate) mod route_match;
 pub mod route_retry;
 pub mod routes;
 pub mod settings;
+pub mod statsd;
 mod upstreams;
 mod validator;
 pub mod xds;
@@ -65,6 +66,7 @@ use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::routes::{Route, RouteCompiler};
 use crate::snapshot::settings::{AdminSettings, AdminSocket, LogSettings, MetricRoutes, ServerSettings, StoreSettings};
+use crate::snapshot::statsd::StatsdSettings;
 use crate::snapshot::upstreams::UpstreamTls;
 use crate::snapshot::validator::Validator;
 use crate::snapshot::xds::{ReadyAfter, XdsSettings};
@@ -136,6 +138,8 @@ pub struct CompiledConfig {
     pub xds: Option<XdsSettings>,
     /// Whether the management server has not sent descriptors yet.
     awaits_descriptors: bool,
+    /// The StatsD server that receives the metrics of envoyproxy/ratelimit.
+    pub statsd: Option<StatsdSettings>,
     /// The headers with the state of a descriptor's limit.
     pub descriptor_headers: Option<DescriptorHeaders>,
     /// The YAML files of `[ratelimit]`.
@@ -419,6 +423,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     let mut descriptors = descriptors::descriptors(config, &limits, reader);
     let descriptor_files = descriptors::add_files(&mut descriptors, config, context, reader);
     let xds = xds::settings(config, reader);
+    let statsd = config.ratelimit.statsd.as_ref().and_then(|written| statsd::settings(written, reader));
     let descriptor_headers = descriptors::headers(config, reader);
     let compiler =
         RouteCompiler { config, paths: server.paths, limits: &limits, authentication: &auth, upstreams: &upstreams };
@@ -485,6 +490,7 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
         descriptors,
         awaits_descriptors: xds.is_some(),
         xds,
+        statsd,
         descriptor_headers,
         descriptor_files,
         restart_only_keys: fixed,
@@ -559,6 +565,7 @@ impl RestartOnlyKeys {
         fixed.remove("store.gateway_count");
         add_table("log", &config.log, &mut fixed);
         add_table("ratelimit.xds", &config.ratelimit.xds.as_ref().map(|xds| xds.get_ref()), &mut fixed);
+        add_table("ratelimit.statsd", &config.ratelimit.statsd.as_ref().map(|statsd| statsd.get_ref()), &mut fixed);
         RestartOnlyKeys(fixed)
     }
 

@@ -11,17 +11,18 @@ use std::time::Duration;
 use arc_swap::{ArcSwap, ArcSwapOption};
 use aws_lc_rs::digest::{SHA256, digest};
 use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, KeyPair};
+use rustls::client::danger::HandshakeSignatureValid;
 use rustls::client::verify_server_name;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime, pem};
-use rustls::server::danger::ClientCertVerifier;
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{
     ClientHello, NoClientAuth, ParsedCertificate, ResolvesServerCert, ServerConfig, VerifierBuilderError,
     WebPkiClientVerifier,
 };
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
-use rustls::{RootCertStore, SignatureAlgorithm, SignatureScheme};
+use rustls::{DigitallySignedStruct, RootCertStore, SignatureAlgorithm, SignatureScheme};
 use tokio::sync::Notify;
 use x509_parser::certificate::{Validity, X509Certificate};
 use x509_parser::extensions::GeneralName;
@@ -105,6 +106,61 @@ pub enum ClientAuth {
 /// The verifier of client certificates.
 #[derive(Debug)]
 pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
+
+/// Verifies that the certificate of a client has one of several names.
+#[derive(Debug)]
+struct NameVerifier {
+    /// Verifies the rest of the certificate.
+    chain: Arc<dyn ClientCertVerifier>,
+    names: Box<[ServerName<'static>]>,
+}
+
+impl ClientCertVerifier for NameVerifier {
+    fn client_auth_mandatory(&self) -> bool {
+        self.chain.client_auth_mandatory()
+    }
+
+    fn root_hint_subjects(&self) -> &[rustls::DistinguishedName] {
+        self.chain.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.chain.verify_client_cert(end_entity, intermediates, now)?;
+        let certificate = ParsedCertificate::try_from(end_entity)?;
+        let has_name = |name: &ServerName<'_>| verify_server_name(&certificate, name).is_ok();
+        match self.names.iter().any(has_name) {
+            true => Ok(verified),
+            false => Err(rustls::Error::InvalidCertificate(rustls::CertificateError::NotValidForName)),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.chain.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.chain.supported_verify_schemes()
+    }
+}
 
 /// TLS settings and certificates of one listener.
 #[derive(Debug)]
@@ -199,18 +255,23 @@ fn select_for_client(
 }
 
 impl ClientVerifier {
-    /// Create a verifier that accepts client certificates issued by these CA certificates (PEM).
+    /// Create a verifier that accepts client certificates issued by these CA certificates (PEM), and valid for one of
+    /// these names. Without names, the certificates may have any name.
     ///
     /// # Errors
     /// The PEM contains no certificate, or a certificate that cannot be used.
-    pub fn from_pem(ca_pem: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
+    pub fn from_pem(ca_pem: &[u8], auth: ClientAuth, names: &[ServerName<'static>]) -> Result<Self, TlsError> {
         let TrustRoots(roots) = TrustRoots::from_pem(ca_pem)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
         let verifier = match auth {
             ClientAuth::Optional => verifier.allow_unauthenticated(),
             ClientAuth::Required => verifier,
         };
-        Ok(ClientVerifier(verifier.build()?))
+        let verifier = verifier.build()?;
+        Ok(ClientVerifier(match names {
+            [] => verifier,
+            names => Arc::new(NameVerifier { chain: verifier, names: names.into() }),
+        }))
     }
 
     /// Return whether clients must present a certificate.

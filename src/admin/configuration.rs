@@ -87,9 +87,8 @@ pub(super) fn config_view(context: &ApiContext<'_>) -> AdminResponse {
     let file = absolute_path(&main.path);
     let included = included.iter().map(|file| absolute_path(&file.path)).collect();
     let loaded_at = format_rfc3339(active.active_since_us);
-    let admin = active.config.admin.iter().map(|admin| admin.address);
-    let addresses = active.config.listeners.iter().map(|listener| listener.address).chain(admin);
-    let addresses = addresses.map(|address| address.to_string()).collect();
+    let admin = active.config.admin.iter().map(|admin| admin.address.to_string());
+    let addresses = active.config.listeners.iter().map(|listener| listener.address.to_string()).chain(admin).collect();
     let [ok, error] = context.state.config_handle.reload_counts();
     let view = ConfigView {
         file,

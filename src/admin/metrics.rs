@@ -345,7 +345,7 @@ impl ProcessState {
         Ok(())
     }
 
-    fn call_counts(&self) -> [u64; CallResult::ALL.len()] {
+    pub(super) fn call_counts(&self) -> [u64; CallResult::ALL.len()] {
         let calls = self.request_metrics.calls.all();
         sum_counts(calls.iter().flat_map(|(_, workers)| workers).map(|counter| counter.values()))
     }
@@ -364,12 +364,14 @@ impl ProcessState {
         if hits.is_empty() {
             return Ok(());
         }
-        let counts: Vec<_> = hits
-            .iter()
-            .map(|(name, counters)| {
-                (split_hits_name(name), sum_counts(counters.iter().map(|counter| counter.values())))
-            })
-            .collect();
+        // Descriptors whose first two entries are the same have one series.
+        let mut counts: BTreeMap<_, [u64; HIT_KINDS.len()]> = BTreeMap::new();
+        for (name, counters) in &hits {
+            let (domain, labels) = split_hits_name(name);
+            let [key1, key2] = [0, 1].map(|index| labels.get(index).copied().unwrap_or_default());
+            let of_series = counts.entry([domain, key1, key2]).or_default();
+            *of_series = sum_counts(counters.iter().map(|counter| counter.values()).chain([*of_series]));
+        }
         for (kind, name) in NAMES.iter().enumerate() {
             let mut writer = exposition.gauge(name, "As in envoyproxy/ratelimit: costs by domain and entries")?;
             for ([domain, key1, key2], counts) in &counts {

@@ -1,7 +1,6 @@
 //! What all threads of the process share, and the readiness of the process.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,6 +24,7 @@ use crate::listener::ConnectionLimits;
 use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::held_decisions::HeldDecisions;
 use crate::proxy::metrics::RequestMetrics;
+use crate::snapshot::listeners::ListenAddress;
 use crate::snapshot::memory::MemoryGuard;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
@@ -46,7 +46,7 @@ pub struct ProcessState {
     /// Open client connections and their limits.
     pub connection_limits: Arc<ConnectionLimits>,
     /// Bound addresses of the listeners, in the order of the configuration.
-    pub listener_addresses: Vec<SocketAddr>,
+    pub listener_addresses: Vec<ListenAddress>,
     /// Display name of the store, without credentials.
     pub store_name: String,
     /// Access to the active configuration, and to reloads.

@@ -1,6 +1,7 @@
 //! The trace exporter. A separate thread sends spans to an OpenTelemetry collector, with OTLP over HTTP/1.1 in protobuf
 //! encoding (<https://opentelemetry.io/docs/specs/otlp/>).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -19,6 +20,7 @@ use uuid::Uuid;
 
 use crate::clock::LogThrottle;
 use crate::http::url::HttpUrl;
+use crate::snapshot::settings::TraceSettings;
 use crate::telemetry::trace::TraceExporter;
 use crate::tls::TrustRoots;
 use crate::upstream::connector;
@@ -39,19 +41,20 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// An environment variable is invalid, the system has no CA certificates, or the thread cannot be started.
-pub(super) fn start(endpoint: &HttpUrl) -> anyhow::Result<TraceExporter> {
+pub(super) fn start(settings: &TraceSettings) -> anyhow::Result<TraceExporter> {
+    let endpoint = &settings.endpoint;
     let last_error = Arc::<Mutex<Option<String>>>::default();
     let client = OtlpHttpClient { url: endpoint.clone(), tls: tls(endpoint)?, last_error: last_error.clone() };
     let exporter = SpanExporter::builder().with_http().with_http_client(client);
     let exporter =
         exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(EXPORT_TIMEOUT);
     let mut exporter = exporter.build()?;
-    exporter.set_resource(&resource());
+    exporter.set_resource(&resource(&settings.resource));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Log only host and port, because path and query may contain secrets.
     let name = endpoint.authority().to_owned();
     let log_throttle = LogThrottle::new();
-    Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
+    Ok(TraceExporter::start(settings.sample, move |batch: Vec<SpanData>| {
         let spans = batch.len() as u64;
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
         let reason = last_error.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -71,9 +74,9 @@ fn tls(endpoint: &HttpUrl) -> anyhow::Result<Option<EndpointTls>> {
     Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(endpoint.host().to_owned())? }))
 }
 
-/// Return the resource attributes. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence over the
-/// defaults.
-fn resource() -> Resource {
+/// Return the resource attributes: those of the configuration, then those of `OTEL_SERVICE_NAME` and
+/// `OTEL_RESOURCE_ATTRIBUTES`, then the defaults.
+fn resource(configured: &BTreeMap<String, String>) -> Resource {
     let from_environment = Resource::builder().build();
     let has = |key: &'static str| {
         from_environment.get(&key.into()).filter(|value| !value.as_str().starts_with("unknown_service"))
@@ -85,7 +88,8 @@ fn resource() -> Resource {
     ];
     let missing = own.into_iter().filter(|(key, _)| has(key).is_none());
     let missing = missing.map(|(key, value)| opentelemetry::KeyValue::new(key, value));
-    Resource::builder().with_attributes(missing).build()
+    let configured = configured.iter().map(|(key, value)| opentelemetry::KeyValue::new(key.clone(), value.clone()));
+    Resource::builder().with_attributes(missing).with_attributes(configured).build()
 }
 
 /// HTTP/1.1 client for the collector. It opens one connection per batch.

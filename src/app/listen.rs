@@ -1,5 +1,5 @@
-//! Listening sockets and the admin socket. The process opens listening sockets, or inherits them in `LISTEN_FDS` from
-//! systemd or from the old process of a hot restart.
+//! Listening sockets and Unix sockets. The process opens TCP sockets, or inherits them in `LISTEN_FDS` from systemd or
+//! from the old process of a hot restart. It opens a Unix socket again, and replaces the file of the old process.
 
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -9,20 +9,47 @@ use std::{env, fs, io};
 
 use listenfd::ListenFd;
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
+use tokio::net::TcpListener;
 use tracing::warn;
 
 use crate::app::hot_restart::is_hot_restart;
-use crate::listener::BACKLOG;
+use crate::listener::{Acceptor, BACKLOG};
+use crate::snapshot::listeners::ListenAddress;
 use crate::snapshot::settings::AdminSocket;
+
+/// A listening socket.
+#[derive(Debug)]
+pub(super) enum ListeningSocket {
+    Tcp(StdListener),
+    Unix(UnixListener),
+}
+
+impl ListeningSocket {
+    /// Register the socket with the current tokio runtime.
+    pub(super) fn into_acceptor(self) -> io::Result<Acceptor> {
+        Ok(match self {
+            ListeningSocket::Tcp(socket) => Acceptor::Tcp(TcpListener::from_std(socket)?),
+            ListeningSocket::Unix(socket) => Acceptor::Unix(tokio::net::UnixListener::from_std(socket)?),
+        })
+    }
+
+    /// Return the TCP socket. Return `None` for a Unix socket.
+    pub(super) fn tcp(&self) -> Option<&StdListener> {
+        match self {
+            ListeningSocket::Tcp(socket) => Some(socket),
+            ListeningSocket::Unix(_) => None,
+        }
+    }
+}
 
 /// The sockets of one listener.
 #[derive(Debug)]
 pub(super) struct ListenerSockets {
     /// The bound address. If the configured port is 0, it contains the port that the kernel chose.
-    pub(super) address: SocketAddr,
+    pub(super) address: ListenAddress,
     /// Sockets by worker. Each worker has at least one socket. A worker has several sockets if the process inherited
     /// more sockets than it has workers.
-    pub(super) by_worker: Vec<Vec<StdListener>>,
+    pub(super) by_worker: Vec<Vec<ListeningSocket>>,
 }
 
 /// Inherited listening sockets that have not been assigned to a listener yet.
@@ -93,7 +120,8 @@ impl InheritedSockets {
                 by_worker[worker].push(socket?);
             }
         }
-        Ok(ListenerSockets { address, by_worker })
+        let by_worker = by_worker.into_iter().map(|own| own.into_iter().map(ListeningSocket::Tcp).collect()).collect();
+        Ok(ListenerSockets { address: ListenAddress::Tcp(address), by_worker })
     }
 
     /// Close the sockets that no listener claimed, and log a warning for each.
@@ -107,6 +135,15 @@ impl InheritedSockets {
 /// Check that an address can be bound. The socket never listens, and is closed immediately. Port 0 can always be bound.
 pub(crate) fn probe(address: SocketAddr) -> io::Result<()> {
     bind(address, false).map(drop)
+}
+
+/// Open the Unix socket of a listener. All workers share it, because the kernel distributes the connections of TCP
+/// sockets only.
+pub(super) fn open_unix(path: &Path, workers: usize) -> io::Result<(ListenerSockets, SocketFile)> {
+    let (socket, file) = SocketFile::open(path, None, BACKLOG as i32)?;
+    let by_worker = (0..workers).map(|_| Ok(vec![ListeningSocket::Unix(socket.try_clone()?)]));
+    let by_worker = by_worker.collect::<io::Result<_>>()?;
+    Ok((ListenerSockets { address: ListenAddress::Unix(path.to_owned()), by_worker }, file))
 }
 
 fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
@@ -125,12 +162,12 @@ fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     Ok(socket)
 }
 
-// === The admin socket: a Unix socket to which only the gateway's user and root can connect ===
+// === Unix sockets. Only the gateway's user and root can connect to the admin socket ===
 
-/// Permissions of the socket: read and write for its owner.
+/// Permissions of the admin socket: read and write for its owner.
 const ADMIN_SOCKET_MODE: u32 = 0o600;
 
-/// Maximum length of the listen queue.
+/// Maximum length of the listen queue of the admin socket.
 const ADMIN_BACKLOG: i32 = 64;
 
 /// File name of the default socket in the runtime directory.
@@ -154,11 +191,11 @@ pub(crate) fn default_path() -> Option<PathBuf> {
     Some(Path::new(first).join(DEFAULT_NAME))
 }
 
-/// The file of the admin socket. It has a temporary name until [`publish`](Self::publish). In a hot restart, the new
+/// The file of a Unix socket. It has a temporary name until [`publish`](Self::publish). In a hot restart, the new
 /// process therefore replaces the socket of the old process only when the new process serves requests. The file is
 /// removed on drop.
 #[derive(Debug)]
-pub(super) struct AdminSocketFile {
+pub(super) struct SocketFile {
     path: PathBuf,
     /// Current path of the file: the temporary path, or the final path after renaming.
     current: PathBuf,
@@ -166,13 +203,21 @@ pub(super) struct AdminSocketFile {
     id: (u64, u64),
 }
 
-impl AdminSocketFile {
-    /// Create the socket with its temporary name, and listen on it.
+impl SocketFile {
+    /// Create the admin socket.
+    ///
+    /// # Errors
+    /// See [`Self::open`].
+    pub(super) fn open_admin(path: &Path) -> io::Result<(UnixListener, Self)> {
+        SocketFile::open(path, Some(ADMIN_SOCKET_MODE), ADMIN_BACKLOG)
+    }
+
+    /// Create the socket with its temporary name, and listen on it. Its permissions are `mode`, or those of the umask.
     ///
     /// # Errors
     /// The directory does not exist or is not writable, another process listens on the path, or the path is not a
     /// socket.
-    pub(super) fn open(path: &Path) -> io::Result<(UnixListener, Self)> {
+    fn open(path: &Path, mode: Option<u32>, backlog: i32) -> io::Result<(UnixListener, Self)> {
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => {
                 return Err(io::Error::new(
@@ -194,11 +239,13 @@ impl AdminSocketFile {
         socket.bind(&SockAddr::unix(&current)?)?;
         // Set the permissions before `listen`. Connecting fails before `listen`, so no other user can connect before
         // the permissions are set.
-        fs::set_permissions(&current, fs::Permissions::from_mode(ADMIN_SOCKET_MODE))?;
-        socket.listen(ADMIN_BACKLOG)?;
+        if let Some(mode) = mode {
+            fs::set_permissions(&current, fs::Permissions::from_mode(mode))?;
+        }
+        socket.listen(backlog)?;
         socket.set_nonblocking(true)?;
         let found = fs::symlink_metadata(&current)?;
-        let file = AdminSocketFile { path: path.to_owned(), current, id: (found.dev(), found.ino()) };
+        let file = SocketFile { path: path.to_owned(), current, id: (found.dev(), found.ino()) };
         Ok((socket.into(), file))
     }
 
@@ -213,13 +260,13 @@ impl AdminSocketFile {
     }
 }
 
-impl Drop for AdminSocketFile {
+impl Drop for SocketFile {
     fn drop(&mut self) {
         let is_own = |found: fs::Metadata| (found.dev(), found.ino()) == self.id;
         if fs::symlink_metadata(&self.current).is_ok_and(is_own)
             && let Err(error) = fs::remove_file(&self.current)
         {
-            warn!(path = %self.current.display(), %error, "cannot remove the admin socket");
+            warn!(path = %self.current.display(), %error, "cannot remove the Unix socket");
         }
     }
 }

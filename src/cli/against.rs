@@ -66,7 +66,7 @@ pub(super) fn compare(path: &Path, config: &CompiledConfig, admin: &str) -> anyh
     let differences = diff::differences(&running["configuration"], &own_config);
     let restart = restart_only_keys(&client, config)?;
     let used: Vec<SocketAddr> = strings(&running["addresses"]).filter_map(|text| text.parse().ok()).collect();
-    let own = config.listeners.iter().map(|listener| listener.address);
+    let own = config.listeners.iter().filter_map(|listener| listener.address.tcp());
     let own = own.chain(config.admin.iter().map(|admin| admin.address));
     let unavailable = own.filter(|address| !used.contains(address)).filter_map(|address| {
         let error = listen::probe(address).err()?;

@@ -297,7 +297,9 @@ impl Arguments {
         let Some(given) = &self.listener else {
             let default_port = if tls { 443 } else { 80 };
             let has_scheme = |listener: &Listener| listener.tls.is_some() == tls;
-            let has_port = |listener: &Listener| listener.address.port() == port.unwrap_or(default_port);
+            let has_port = |listener: &Listener| {
+                listener.address.tcp().is_some_and(|address| address.port() == port.unwrap_or(default_port))
+            };
             let exact = listeners.iter().position(|listener| has_scheme(listener) && has_port(listener));
             return Ok(exact.or_else(|| listeners.iter().position(has_scheme)).unwrap_or(0));
         };

@@ -108,6 +108,11 @@ pub struct RateLimitFiles {
     /// `requests_per_unit`, the remaining requests and the seconds until they are available again. Default: only
     /// `RateLimit` and `RateLimit-Policy`.
     pub headers: Option<Spanned<DescriptorHeaders>>,
+    /// Share of a quota of the YAML beyond which requests count as `near_limit` in the metrics of envoyproxy/ratelimit.
+    #[schemars(range(min = 0, max = 1), extend("default" = 0.8))]
+    pub near_limit: Option<Spanned<f64>>,
+    /// StatsD server that receives the metrics of envoyproxy/ratelimit: `{ address = "127.0.0.1:8125" }`. Default: none.
+    pub statsd: Option<Spanned<Statsd>>,
 }
 
 impl RateLimitFiles {
@@ -115,6 +120,27 @@ impl RateLimitFiles {
     pub fn has_descriptors(&self) -> bool {
         self.configuration.is_some() || self.xds.is_some()
     }
+}
+
+/// `statsd` of `[ratelimit]`
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(default)]
+#[schemars(extend("required" = ["address"]))]
+pub struct Statsd {
+    /// Host and port of the server.
+    pub address: Option<Text>,
+    /// Transport of the lines. `"tcp"`: one connection. `"udp"`: datagrams of at most 1432 bytes.
+    #[schemars(extend("enum" = ["tcp", "udp"], "default" = "udp"))]
+    pub protocol: Option<Text>,
+    /// Format of the tags. `"statsd"`: `NAME.__KEY=VALUE`, as in envoyproxy/ratelimit. `"dogstatsd"`: `#KEY:VALUE` after
+    /// the type.
+    #[schemars(extend("enum" = ["statsd", "dogstatsd"], "default" = "statsd"))]
+    pub format: Option<Text>,
+    /// Time between two deliveries. Each has the increases since the delivery before.
+    #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
+    pub interval: Option<Text>,
+    /// Tags of all metrics.
+    pub tags: BTreeMap<String, Text>,
 }
 
 /// `xds` of `[ratelimit]`
@@ -295,7 +321,8 @@ pub struct Listener {
     /// Unique name of the listener. Routes refer to it in `listeners`. Default: no name.
     pub name: Option<Text>,
     /// Address and port, such as `"127.0.0.1:8080"` or `"[::]:80"`. The listener serves HTTP/1.x and HTTP/2 with prior
-    /// knowledge on this port. A second gateway process with the same address does not start.
+    /// knowledge on this port. A second gateway process with the same address does not start. `"unix:/run/http.sock"`: a
+    /// Unix socket with the permissions of the umask, whose clients have the address `::`.
     pub address: Option<Text>,
     /// What the listener serves. `"http"`: requests, by the routes. `"ratelimit"`: calls of Envoy's rate limit service
     /// over HTTP/2, by the descriptors ([Envoy](../how-to/envoy.md)). `"ratelimit-http"`: the same calls as JSON, and
@@ -353,6 +380,10 @@ pub struct ListenerTls {
     /// certificate. `"required"`: the TLS handshake fails without a client certificate.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
+    /// DNS names and IP addresses of which a client certificate must have at least one in its `subjectAltName`, such as
+    /// `["envoy.example.com"]`. The TLS handshake fails with another certificate. Requires `client_ca`. Default: any
+    /// name.
+    pub client_names: Option<Vec<Text>>,
     /// Other client certificates for single hosts: `[{ hosts = ["admin.example.com"], client_ca = "certs/staff-ca.pem",
     /// client_auth = "required" }]`. The SNI name of the client selects the entry. `client_ca` and `client_auth` of the
     /// listener apply to all other hosts. Requires `protocol = "http"`.
@@ -372,6 +403,9 @@ pub struct HostClients {
     /// Whether clients of these hosts must send a certificate. Requires `client_ca`.
     #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
+    /// Names of which a client certificate for these hosts must have at least one. Requires `client_ca`. Default: any
+    /// name.
+    pub client_names: Option<Vec<Text>>,
 }
 
 impl ListenerTls {
@@ -489,6 +523,13 @@ pub struct Log {
     /// Default: no traces ([traces](traces.md)).
     #[schemars(schema_with = "schema::url")]
     pub trace_endpoint: Option<Text>,
+    /// Share of the traces to record that start at the gateway. The flag `sampled` of the caller decides about other
+    /// traces. 1 = all.
+    #[schemars(range(min = 0, max = 1), extend("default" = 1.0))]
+    pub trace_sample: Option<Spanned<f64>>,
+    /// Resource attributes of all spans, such as `{ "service.name" = "edge" }`. They take precedence over the [environment
+    /// variables](traces.md#configuration).
+    pub trace_resource: BTreeMap<String, Text>,
 }
 
 /// `[store]`
@@ -579,6 +620,10 @@ pub struct StoreTls {
     pub cert: Option<Text>,
     /// PEM file of the private key of `cert`.
     pub key: Option<Text>,
+    /// Whether the certificate of the store must be valid for the host in `url`. False: any certificate that the CA has
+    /// issued is accepted, also one of another server.
+    #[schemars(extend("default" = true))]
+    pub verify_name: Option<Spanned<bool>>,
 }
 
 /// `[client_ip]`

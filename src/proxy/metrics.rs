@@ -1,7 +1,6 @@
 //! Request metrics of a worker: requests by route, decisions by limit, responses by upstream, and the identities with
 //! the most denials or the highest costs.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -30,7 +29,8 @@ use crate::payload::llm::learned_output::LearnedOutput;
 use crate::payload::llm::usage::{COUNTED_KINDS, TokenUsage};
 use crate::proxy::mirror_state::{MirrorBudget, MirrorStats};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::descriptors::DescriptorRule;
+use crate::snapshot::descriptor_files::LABEL_SEPARATOR;
+use crate::snapshot::descriptors::{DescriptorRule, NearLimit};
 use crate::snapshot::route_action::BUFFER_DIVISOR;
 use crate::telemetry::outcome::RequestOutcome;
 use crate::upstream::error::{FailureReason, UpstreamError};
@@ -189,12 +189,17 @@ pub const HIT_KINDS: [&str; 5] = ["total_hits", "over_limit", "near_limit", "wit
 const MAX_HIT_SERIES: usize = 1_000;
 
 impl Hits {
-    /// Return the hits of a descriptor with this cost. A cost counts as near the limit if it is admitted beyond 80 % of
-    /// the quota. `usage` is the quota and the outcome of the limit, if they are known.
-    pub(super) fn new(cost: u64, decided: Option<LimitDecision>, usage: Option<(Quota, Outcome)>) -> Self {
+    /// Return the hits of a descriptor with this cost. A cost counts as near the limit if it is admitted beyond the share
+    /// `near_limit` of the quota. `usage` is the quota and the outcome of the limit, if they are known.
+    pub(super) fn new(
+        cost: u64,
+        decided: Option<LimitDecision>,
+        usage: Option<(Quota, Outcome)>,
+        near_limit: NearLimit,
+    ) -> Self {
         let near = usage.map_or(0, |(quota, outcome)| {
             let used = quota.count.saturating_sub(outcome.remaining);
-            used.saturating_sub(quota.count * 4 / 5).min(cost)
+            used.saturating_sub(near_limit.of(quota.count)).min(cost)
         });
         match decided {
             Some(LimitDecision::Allowed | LimitDecision::LocalAllowed) => Hits([cost, 0, near, cost, 0]),
@@ -253,7 +258,7 @@ pub struct RequestMetrics {
     pub calls: MetricFamily<Counter<{ CallResult::ALL.len() }>>,
     /// Descriptors of calls that no descriptor of the configuration matches, by domain. Empty for unknown domains.
     pub unmatched_descriptors: MetricFamily<Counter<1>>,
-    /// Hits by [`hits_name`] and [`HIT_KINDS`].
+    /// Hits by the name of their descriptor (see [`split_hits_name`]) and [`HIT_KINDS`].
     pub hits: Arc<MetricFamily<Counter<{ HIT_KINDS.len() }>>>,
     /// Tokens of LLM requests by route and [`COUNTED_KINDS`].
     pub token_kinds: MetricFamily<Counter<{ COUNTED_KINDS.len() }>>,
@@ -335,18 +340,10 @@ pub fn split_descriptor_name(name: &str) -> (&str, &str) {
     name.split_once('\n').unwrap_or((name, ""))
 }
 
-/// Return the name of the counters of [`Hits`]: the domain and the labels of the first two entries, separated by line
-/// breaks.
-fn hits_name(domain: &str, labels: [&str; 2]) -> String {
-    let [first, second] = labels;
-    format!("{domain}\n{first}\n{second}")
-}
-
-/// Split a name in [`RequestMetrics::hits`] into the domain and the labels of the first two entries. An absent entry has
-/// an empty label.
-pub fn split_hits_name(name: &str) -> [&str; 3] {
-    let mut parts = name.splitn(3, '\n');
-    [0; 3].map(|_| parts.next().unwrap_or_default())
+/// Split a name in [`RequestMetrics::hits`] into the domain and the labels of the entries.
+pub fn split_hits_name(name: &str) -> (&str, Vec<&str>) {
+    let mut parts = name.split(LABEL_SEPARATOR);
+    (parts.next().unwrap_or_default(), parts.collect())
 }
 
 /// Number of responses, for each entry of [`COUNTED_STATUSES`].
@@ -405,7 +402,6 @@ pub(super) struct WorkerMetrics {
 
 #[derive(Debug)]
 struct DescriptorMetrics {
-    domain: Box<str>,
     decisions: Arc<Counter<6>>,
     /// The hits of a descriptor of a YAML file, without values of calls.
     hits: Option<Arc<Counter<{ HIT_KINDS.len() }>>>,
@@ -527,10 +523,10 @@ impl WorkerMetrics {
             failures: request_metrics.upstream_failures.get_or_create(name, worker),
         };
         let descriptor_metrics = |rule: &DescriptorRule| DescriptorMetrics {
-            domain: rule.domain.clone(),
-            hits: rule.of_file.as_ref().map(|of_file| {
-                request_metrics.hits.get_or_create(&hits_name(&rule.domain, of_file.metric.fixed()), worker)
-            }),
+            hits: rule
+                .of_file
+                .as_ref()
+                .map(|of_file| request_metrics.hits.get_or_create(&of_file.metric.fixed(&rule.domain), worker)),
             decisions: request_metrics.descriptors.get_or_create(&descriptor_name(&rule.domain, &rule.name), worker),
             limits: rule
                 .limits
@@ -715,13 +711,11 @@ impl WorkerMetrics {
         }
     }
 
-    /// Record the hits of a descriptor with this index. `labels` are those with the values of the call, which have a
-    /// series of their own unless there are too many series.
-    pub(super) fn record_hits(&self, rule_index: usize, labels: Option<[Cow<'_, str>; 2]>, hits: Hits) {
-        let DescriptorMetrics { domain, hits: fixed, .. } = &self.descriptors[rule_index];
-        let of_call = labels.and_then(|[first, second]| {
-            self.hits.get_within(MAX_HIT_SERIES, &hits_name(domain, [&first, &second]), self.worker)
-        });
+    /// Record the hits of a descriptor with this index. `name` is its name with the values of the call, which has a
+    /// series of its own unless there are too many series.
+    pub(super) fn record_hits(&self, rule_index: usize, name: Option<String>, hits: Hits) {
+        let DescriptorMetrics { hits: fixed, .. } = &self.descriptors[rule_index];
+        let of_call = name.and_then(|name| self.hits.get_within(MAX_HIT_SERIES, &name, self.worker));
         if let Some(counter) = of_call.as_ref().or(fixed.as_ref()) {
             for (kind, cost) in hits.0.into_iter().enumerate().filter(|(_, cost)| *cost > 0) {
                 counter.add(kind, cost);

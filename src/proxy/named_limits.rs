@@ -19,7 +19,7 @@ use crate::proxy::record::{DecisionRecord, decision_info};
 use crate::proxy::request::Peer;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::limits::CompiledLimit;
-use crate::telemetry::access_log::{AccessLog, DecisionInfo};
+use crate::telemetry::access_log::{DecisionInfo, TelemetrySinks};
 use crate::telemetry::trace::TraceParent;
 
 /// Maximum number of limits in a call.
@@ -48,15 +48,20 @@ pub(super) struct NamedCall<'a> {
 }
 
 impl NamedCall<'_> {
-    /// Write the access log record of the decision. Its status is the status in the decision.
+    /// Write the access log record of the decision, and export its spans. Their status is the status in the decision.
     pub(super) fn write_record(
         &self,
-        log: &AccessLog,
+        sinks: &TelemetrySinks,
         checks: &[LimitCheck<'_, '_>],
         decision: &Result<Decision<'_>, StoreUnavailable>,
         status: StatusCode,
         elapsed: Duration,
     ) {
+        let parent = TraceParent::from_headers(self.head.headers());
+        let trace = sinks.trace_context(parent);
+        if sinks.access_log.is_none() && trace.is_none() {
+            return;
+        }
         let decided = decision.as_ref().ok();
         let outcome = match decided {
             Some(decision) if decision.admitted => "ok",
@@ -66,16 +71,18 @@ impl NamedCall<'_> {
         let info = DecisionInfo { duration: elapsed, ..decision_info(checks, decided) };
         DecisionRecord {
             peer: self.peer,
-            trace: TraceParent::from_headers(self.head.headers()),
+            parent,
+            trace,
             host: None,
             path: "/v1/check",
+            rpc_method: None,
             version: self.head.version(),
             received_at: self.received_at,
             status,
             outcome,
             decision: Some(&info),
         }
-        .write(log);
+        .write(sinks);
     }
 }
 

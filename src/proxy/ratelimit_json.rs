@@ -24,6 +24,7 @@ use crate::proxy::body;
 use crate::proxy::metrics::CallResult;
 use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService, check_peer};
 use crate::proxy::request::Peer;
+use crate::telemetry::trace::TraceParent;
 
 /// Answer a request of a client.
 pub(super) async fn answer(
@@ -61,7 +62,9 @@ async fn decide(
         ReadBody::Whole(bytes) => {
             let decided = match parse(&bytes) {
                 Ok(request) => {
-                    service.decide(&request, peer).await.map_err(|CallError { message, .. }| message.to_owned())
+                    let parent = TraceParent::from_headers(&headers);
+                    let decided = service.decide(&request, peer, parent).await;
+                    decided.map_err(|CallError { message, .. }| message.to_owned())
                 }
                 Err(error) => Err(error),
             };

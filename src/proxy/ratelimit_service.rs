@@ -35,9 +35,9 @@ use crate::proxy::metrics::{CallResult, Hits, LimitDecision};
 use crate::proxy::record::{DecisionRecord, decision_info, merge_decision_infos};
 use crate::proxy::request::Peer;
 use crate::snapshot::descriptors::DescriptorHeaders;
-use crate::telemetry::access_log::{AccessLog, DecisionInfo, TelemetrySinks};
+use crate::telemetry::access_log::{DecisionInfo, TelemetrySinks};
 use crate::telemetry::outcome::RequestOutcome;
-use crate::telemetry::trace::TraceParent;
+use crate::telemetry::trace::{TraceContext, TraceParent};
 
 /// Name of the service, also for health checks.
 const SERVICE: &str = "envoy.service.ratelimit.v3.RateLimitService";
@@ -104,7 +104,7 @@ impl RateLimitService<'_> {
         let client_timeout = headers::grpc_timeout(request.headers()).unwrap_or(DEFAULT_TIMEOUT).min(DEFAULT_TIMEOUT);
         let time = time_to_answer(client_timeout);
         let method = request.uri().path().to_owned();
-        let trace = TraceParent::from_headers(request.headers());
+        let parent = TraceParent::from_headers(request.headers());
         let ConfigSnapshot { config, metrics, .. } = self.snapshot;
         let max_read = config.server.max_buffered / INSPECTED_SHARE;
         let share = metrics.inspected_by_network.share(config.client_ip.network(peer.address), max_read);
@@ -115,7 +115,7 @@ impl RateLimitService<'_> {
             METHOD => {
                 let grace = (client_timeout / 20).min(MAX_GRACE);
                 let deadline = Deadline { decide_by: received_at + time, grace };
-                let received = ReceivedCall { peer, trace, received_at, deadline };
+                let received = ReceivedCall { peer, parent, received_at, deadline };
                 let answer = self.should_rate_limit(message, &received).await.inspect_err(|_| {
                     self.snapshot.metrics.record_call(CallResult::Invalid);
                 })?;
@@ -149,10 +149,15 @@ impl RateLimitService<'_> {
     }
 
     /// Decide about a request to the proxy that has no deadline.
-    pub(super) async fn decide(&self, request: &RateLimitRequest, peer: &Peer) -> Result<RateLimitResponse, CallError> {
+    pub(super) async fn decide(
+        &self,
+        request: &RateLimitRequest,
+        peer: &Peer,
+        parent: Option<TraceParent>,
+    ) -> Result<RateLimitResponse, CallError> {
         let received_at = monotonic();
         let deadline = Deadline { decide_by: received_at + time_to_answer(DEFAULT_TIMEOUT), grace: MAX_GRACE };
-        self.decide_before(request, &ReceivedCall { peer, trace: None, received_at, deadline }).await
+        self.decide_before(request, &ReceivedCall { peer, parent, received_at, deadline }).await
     }
 
     async fn decide_before(
@@ -181,8 +186,11 @@ impl RateLimitService<'_> {
         let decision = call.decide(self.limiter, received.deadline).await;
         let elapsed = monotonic().saturating_duration_since(started_at);
         record(&call, snapshot, request, &decision, elapsed);
-        if let Some(log) = &self.sinks.access_log {
-            write_access_record(log, &call, request, &decision, received, elapsed);
+        let trace = self.sinks.trace_context(received.parent);
+        if self.sinks.access_log.is_some() || trace.is_some() {
+            let started_after = started_at.saturating_duration_since(received.received_at);
+            let check = CheckTime { started_after, elapsed };
+            write_record(self.sinks, &call, request, &decision, &DecidedCall { received, trace, check });
         }
         let mut response = response(&call, snapshot, request, decision);
         if let Some(names) = &snapshot.config.descriptor_headers {
@@ -284,33 +292,53 @@ fn named_headers(names: &DescriptorHeaders, statuses: &[DescriptorStatus]) -> Ve
 /// What is known about a call besides its message.
 struct ReceivedCall<'a> {
     peer: &'a Peer,
-    trace: Option<TraceParent>,
+    /// The span of the caller.
+    parent: Option<TraceParent>,
     received_at: Instant,
     deadline: Deadline,
 }
 
-/// Write the access log record of a call. Its status is that of the response to the client of the proxy.
-fn write_access_record(
-    log: &AccessLog,
+/// A call after its decision.
+struct DecidedCall<'a> {
+    received: &'a ReceivedCall<'a>,
+    trace: Option<TraceContext>,
+    check: CheckTime,
+}
+
+/// When the limits of a call were checked.
+struct CheckTime {
+    /// Time from the arrival of the call to the start of the check.
+    started_after: Duration,
+    elapsed: Duration,
+}
+
+/// Write the access log record and the spans of a call. Its status is that of the response to the client of the proxy.
+fn write_record(
+    sinks: &TelemetrySinks,
     call: &CallChecks<'_, '_>,
     request: &RateLimitRequest,
     decision: &CallDecision<'_>,
-    received: &ReceivedCall<'_>,
-    elapsed: Duration,
+    decided: &DecidedCall<'_>,
 ) {
     let infos = call.groups.iter().zip(&decision.groups).filter_map(|(group, one)| match one {
         GroupDecision::Decided(one) => Some(decision_info(&group.charges, Some(one))),
         GroupDecision::Failed => Some(decision_info(&group.charges, None)),
         GroupDecision::Unchecked => None,
     });
-    let info = infos.reduce(merge_decision_infos).map(|info| DecisionInfo { duration: elapsed, ..info });
+    let info = infos.reduce(merge_decision_infos).map(|info| DecisionInfo {
+        duration: decided.check.elapsed,
+        start_offset: decided.check.started_after,
+        ..info
+    });
     let is_failed = decision.groups.iter().any(|group| matches!(group, GroupDecision::Failed));
-    let ReceivedCall { peer, trace, received_at, .. } = *received;
+    let ReceivedCall { peer, parent, received_at, .. } = *decided.received;
     DecisionRecord {
         peer,
-        trace,
+        parent,
+        trace: decided.trace,
         host: Some(&String::from_utf8_lossy(&request.domain)),
         path: METHOD,
+        rpc_method: METHOD.strip_prefix('/'),
         version: Version::HTTP_2,
         received_at,
         status: if decision.is_admitted { StatusCode::OK } else { StatusCode::TOO_MANY_REQUESTS },
@@ -321,7 +349,7 @@ fn write_access_record(
         },
         decision: info.as_ref(),
     }
-    .write(log);
+    .write(sinks);
 }
 
 /// Count a call, and the effects of its descriptors and limits.
@@ -371,8 +399,9 @@ fn record(
                 let check = &group.charges[index.check];
                 group_decision.result(check).map(|result| (check.variant.quota, result.outcome))
             });
-            let hits = Hits::new(descriptor.cost, decided, outcome);
-            metrics.record_hits(rule_index, of_file.metric.of_call(entries(sent)), hits);
+            let near_limit = snapshot.config.descriptors.options.near_limit;
+            let hits = Hits::new(descriptor.cost, decided, outcome, near_limit);
+            metrics.record_hits(rule_index, of_file.metric.of_call(&rule.domain, entries(sent)), hits);
         }
     }
     if call.groups.iter().any(|group| !group.charges.is_empty()) {

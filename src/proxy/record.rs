@@ -27,11 +27,11 @@ use crate::proxy::metrics::LimitDecision;
 use crate::proxy::request::{Origin, Peer};
 use crate::snapshot::routes::Route;
 use crate::telemetry::access_log::{
-    AccessLog, AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks,
-    UpstreamInfo, protocol,
+    AccessRecord, DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
+    protocol,
 };
 use crate::telemetry::outcome::RequestOutcome;
-use crate::telemetry::trace::{TraceContext, TraceParent};
+use crate::telemetry::trace::{RequestTrace, TraceContext, TraceParent};
 use crate::upstream::Upstream;
 use crate::upstream::error::UpstreamError;
 use crate::upstream::retry::AttemptLog;
@@ -333,9 +333,14 @@ pub(super) fn merge_decision_infos(mut one: DecisionInfo, other: DecisionInfo) -
 /// names. The call of the decision takes the place of the request.
 pub(super) struct DecisionRecord<'a> {
     pub(super) peer: &'a Peer,
-    pub(super) trace: Option<TraceParent>,
+    /// The span of the caller.
+    pub(super) parent: Option<TraceParent>,
+    /// The spans of the decision, if it is traced.
+    pub(super) trace: Option<TraceContext>,
     pub(super) host: Option<&'a str>,
     pub(super) path: &'static str,
+    /// Service and method of a gRPC call.
+    pub(super) rpc_method: Option<&'static str>,
     pub(super) version: Version,
     pub(super) received_at: Instant,
     /// Status of the response that the decision determines.
@@ -345,14 +350,15 @@ pub(super) struct DecisionRecord<'a> {
 }
 
 impl DecisionRecord<'_> {
-    /// Write the record.
-    pub(super) fn write(self, log: &AccessLog) {
+    /// Write the record to the access log, and export the spans of the call.
+    pub(super) fn write(self, sinks: &TelemetrySinks) {
         let duration = monotonic().saturating_duration_since(self.received_at);
-        log.write(&AccessRecord {
+        let scheme = if self.peer.forwarded.scheme == "https" { "https" } else { "http" };
+        let record = AccessRecord {
             time: unix_us().saturating_sub(duration.as_micros() as u64),
             client: self.peer.address,
             method: "POST",
-            scheme: if self.peer.forwarded.scheme == "https" { "https" } else { "http" },
+            scheme,
             host: self.host,
             path: self.path,
             protocol: protocol(self.version),
@@ -372,9 +378,24 @@ impl DecisionRecord<'_> {
             referer: None,
             user_agent: None,
             request_id: "-",
-            trace_id: self.trace.map(|parent| parent.trace_id),
+            trace_id: self.trace.map(|trace| trace.trace_id).or(self.parent.map(|parent| parent.trace_id)),
             sample_rate: None,
-        });
+        };
+        if let Some(log) = &sinks.access_log {
+            log.write(&record);
+        }
+        if let (Some(exporter), Some(trace)) = (&sinks.trace_exporter, &self.trace) {
+            exporter.record(&RequestTrace {
+                trace,
+                record: &record,
+                path_template: None,
+                rpc_method: self.rpc_method,
+                operation: None,
+                response_model: None,
+                scheme,
+                peer: self.peer.address,
+            });
+        }
     }
 }
 

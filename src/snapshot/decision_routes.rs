@@ -27,7 +27,7 @@ pub(super) fn check(
     let mut reported = BTreeSet::new();
     let served: Vec<_> = listeners.iter().map(|listener| listener.protocol).collect();
     for (index, listener) in listeners.iter_mut().enumerate() {
-        let address = listener.address;
+        let address = listener.address.clone();
         let Some(settings) = &mut listener.decisions else { continue };
         let mut names = BTreeSet::new();
         for route in routes.iter().filter(|route| route.listeners.is_empty() || route.listeners.contains(&index)) {

@@ -1,6 +1,5 @@
 //! Reads descriptors from the YAML files of envoyproxy/ratelimit, and finds them in the order of envoyproxy/ratelimit.
 
-use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -205,14 +204,17 @@ pub struct FileRule {
     pub metric: MetricEntries,
 }
 
-/// The labels of the entries of a descriptor in the metrics of envoyproxy/ratelimit: `KEY` or `KEY_VALUE`. Only the
-/// first two entries have labels.
+/// The labels of the entries of a descriptor in the metrics of envoyproxy/ratelimit: `KEY` or `KEY_VALUE`.
 #[derive(Debug, Default, Clone)]
 pub struct MetricEntries {
     entries: Vec<MetricEntry>,
     /// Whether the labels have the values of the call (`detailed_metric`).
     is_detailed: bool,
 }
+
+/// Separates the domain and the labels in the name of a descriptor in the metrics of envoyproxy/ratelimit. No label has
+/// it.
+pub const LABEL_SEPARATOR: char = '\n';
 
 /// The label of an entry in the metrics of envoyproxy/ratelimit.
 #[derive(Debug, Default, Clone)]
@@ -226,37 +228,48 @@ struct MetricEntry {
 }
 
 impl MetricEntries {
-    /// Return the labels without values of calls. Absent entries have an empty label.
-    pub fn fixed(&self) -> [&str; 2] {
-        [0, 1].map(|index| self.entries.get(index).map_or("", |entry| &entry.label))
+    /// Return the name of the descriptor without values of calls: the domain and the labels, with [`LABEL_SEPARATOR`]
+    /// between them.
+    pub fn fixed(&self, domain: &str) -> String {
+        let mut name = domain.replace(LABEL_SEPARATOR, "_");
+        for entry in &self.entries {
+            name.push(LABEL_SEPARATOR);
+            name.push_str(&entry.label);
+        }
+        name
     }
 
-    /// Return the labels with the values of a call. Return `None` if the labels have no values, or if a value is too
-    /// long.
+    /// Return the name of the descriptor with the values of a call. Return `None` if the labels have no values, or if a
+    /// value is too long.
     pub fn of_call<'e>(
         &self,
+        domain: &str,
         entries: impl Iterator<Item = (&'e [u8], &'e [u8])> + Clone,
-    ) -> Option<[Cow<'_, str>; 2]> {
+    ) -> Option<String> {
         let has_value = |entry: &MetricEntry| entry.has_value || (self.is_detailed && !entry.is_shared);
         let is_fixed = !self.is_detailed && !self.entries.iter().any(has_value);
-        if is_fixed || entries.clone().take(2).any(|(key, value)| key.len() + value.len() > MAX_METRIC_VALUE) {
+        if is_fixed || entries.clone().any(|(key, value)| key.len() + value.len() > MAX_METRIC_VALUE) {
             return None;
         }
-        let mut entries = entries.enumerate().map(|(index, (key, value))| match self.entries.get(index) {
-            Some(entry) if !has_value(entry) => Cow::Borrowed(&*entry.label),
-            Some(_) | None => {
-                let [key, value] = [key, value].map(String::from_utf8_lossy);
-                Cow::Owned(metric_label(&key, &value))
+        let mut name = domain.replace(LABEL_SEPARATOR, "_");
+        for (index, (key, value)) in entries.enumerate() {
+            name.push(LABEL_SEPARATOR);
+            match self.entries.get(index) {
+                Some(entry) if !has_value(entry) => name.push_str(&entry.label),
+                Some(_) | None => {
+                    let [key, value] = [key, value].map(String::from_utf8_lossy);
+                    name.push_str(&metric_label(&key, &value));
+                }
             }
-        });
-        Some([0, 1].map(|_| entries.next().unwrap_or_default()))
+        }
+        Some(name)
     }
 }
 
 /// Return a label as envoyproxy/ratelimit and the Prometheus exporter for StatsD build it. They reserve `.`, `:` and `|`.
 fn metric_label(key: &str, value: &str) -> String {
     let joined = if value.is_empty() { key.to_owned() } else { format!("{key}_{value}") };
-    joined.replace(['.', ':', '|', '\n'], "_")
+    joined.replace(['.', ':', '|', LABEL_SEPARATOR], "_")
 }
 
 impl FileRule {
@@ -560,7 +573,7 @@ impl FileReader<'_, '_> {
         let is_unlimited = self.flag(node, "unlimited");
         let unit = self.unit(node, is_unlimited);
         let count = self.count(node, is_unlimited);
-        let metric = MetricEntries { entries: path.metrics.iter().take(2).cloned().collect(), is_detailed };
+        let metric = MetricEntries { entries: path.metrics.clone(), is_detailed };
         let mut rule = FileRule { replaces, shared: path.shared.clone(), metric, ..FileRule::default() };
         let limit = match (count, unit) {
             _ if is_unlimited => None,
@@ -831,25 +844,25 @@ descriptors:
         let read = read(text);
         assert!(read.faulty.is_empty(), "{:?}", read.faulty);
         for (entries, fixed, of_call) in [
-            (&[("plain", "a.b")][..], ["plain_a_b", ""], None),
-            (&[("to", "1:2"), ("exact", "x")], ["to", "exact_x"], Some(["to_1_2", "exact_x"])),
-            (&[("to", "1"), ("wild", "w1")], ["to", "wild_w*"], Some(["to_1", "wild_w1"])),
-            (&[("to", "1"), ("kept", "w1")], ["to", "kept_w*"], Some(["to_1", "kept_w*"])),
-            (&[("to", "1"), ("shared", "s1")], ["to", "shared_s*"], Some(["to_1", "shared_s*"])),
-            (&[("to", "1"), ("deep", "2"), ("er", "3")], ["to", "deep"], Some(["to_1", "deep"])),
-            (&[("all", "10.0.0.1")], ["all", ""], Some(["all_10_0_0_1", ""])),
-            (&[("files", "f/1"), ("all", "")], ["files_f/*", "all"], Some(["files_f/*", "all"])),
+            (&[("plain", "a.b")][..], "d plain_a_b", None),
+            (&[("to", "1:2"), ("exact", "x")], "d to exact_x", Some("d to_1_2 exact_x")),
+            (&[("to", "1"), ("wild", "w1")], "d to wild_w*", Some("d to_1 wild_w1")),
+            (&[("to", "1"), ("kept", "w1")], "d to kept_w*", Some("d to_1 kept_w*")),
+            (&[("to", "1"), ("shared", "s1")], "d to shared_s*", Some("d to_1 shared_s*")),
+            (&[("to", "1"), ("deep", "2"), ("er", "3")], "d to deep er", Some("d to_1 deep er")),
+            (&[("all", "10.0.0.1")], "d all", Some("d all_10_0_0_1")),
+            (&[("files", "f/1"), ("all", "")], "d files_f/* all", Some("d files_f/* all")),
         ] {
             let bytes = entries.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes()));
             let index = read.domains[&b"d"[..]].find(bytes.clone()).unwrap();
             let metric = &read.rules[index].rule.metric;
-            assert_eq!(metric.fixed(), fixed, "{entries:?}");
-            assert_eq!(metric.of_call(bytes), of_call.map(|labels| labels.map(Cow::Borrowed)), "{entries:?}");
+            assert_eq!(metric.fixed("d"), fixed.replace(' ', "\n"), "{entries:?}");
+            assert_eq!(metric.of_call("d", bytes), of_call.map(|name| name.replace(' ', "\n")), "{entries:?}");
         }
         let long = "x".repeat(MAX_METRIC_VALUE);
         let metric =
             &read.rules[read.domains[&b"d"[..]].find([(&b"all"[..], &b"1"[..])].into_iter()).unwrap()].rule.metric;
-        assert_eq!(metric.of_call([(&b"all"[..], long.as_bytes())].into_iter()), None);
+        assert_eq!(metric.of_call("d", [(&b"all"[..], long.as_bytes())].into_iter()), None);
     }
 
     #[test]

@@ -50,6 +50,37 @@ pub struct CallOptions {
     pub is_independent: bool,
     /// Whether the metadata of a response repeats the descriptors of the call.
     pub has_dynamic_metadata: bool,
+    /// Costs beyond this share of a quota count as near the limit.
+    pub near_limit: NearLimit,
+}
+
+/// A share of a quota, in parts of [`NEAR_LIMIT_PARTS`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NearLimit(u32);
+
+/// Parts of a quota in a [`NearLimit`].
+const NEAR_LIMIT_PARTS: u32 = 1_000_000;
+
+impl Default for NearLimit {
+    /// 80 %, as in envoyproxy/ratelimit.
+    fn default() -> Self {
+        NearLimit(NEAR_LIMIT_PARTS / 5 * 4)
+    }
+}
+
+/// Compile `near_limit`.
+fn near_limit(written: Option<&Spanned<f64>>, reader: &mut Validator<'_>) -> NearLimit {
+    let share = written.map(|_| reader.fraction(written, 0..=1, 0.0));
+    share.map_or_else(NearLimit::default, |share| NearLimit((share * f64::from(NEAR_LIMIT_PARTS)).round() as u32))
+}
+
+impl NearLimit {
+    /// Return this share of a quota, rounded down.
+    pub fn of(self, quota: u64) -> u64 {
+        let [share, parts] = [self.0, NEAR_LIMIT_PARTS].map(u64::from);
+        // A quota above 2^44 loses less than a millionth.
+        quota.checked_mul(share).map_or(quota / parts * share, |product| product / parts)
+    }
 }
 
 /// The descriptors of the configuration.
@@ -260,6 +291,7 @@ pub(super) fn descriptors(
     let options = CallOptions {
         is_independent: is_set(&config.ratelimit.atomic) == Some(false),
         has_dynamic_metadata: is_set(&config.ratelimit.dynamic_metadata) == Some(true),
+        near_limit: near_limit(config.ratelimit.near_limit.as_ref(), reader),
     };
     let mut table = DescriptorTable { options, ..DescriptorTable::default() };
     let mut spans: Vec<Range<usize>> = Vec::new();

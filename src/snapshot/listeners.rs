@@ -10,7 +10,7 @@ use std::time::Duration;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use instant_acme::LetsEncrypt;
-use rustls::pki_types::DnsName;
+use rustls::pki_types::{DnsName, ServerName};
 use socket2::{Domain, Socket, Type};
 
 use crate::config::error::Issue;
@@ -41,8 +41,8 @@ const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"c
 pub struct Listener {
     /// Name of the listener. `None` if it has no name.
     pub name: Option<Box<str>>,
-    /// Address and port.
-    pub address: SocketAddr,
+    /// Where the listener accepts connections.
+    pub address: ListenAddress,
     /// What the listener serves.
     pub protocol: ListenerProtocol,
     /// Whether connections must start with a PROXY protocol header from a trusted proxy.
@@ -56,6 +56,41 @@ pub struct Listener {
     /// Whether a route of the listener allows WebSockets. HTTP/2 clients then learn that they may open WebSockets.
     pub has_websockets: bool,
 }
+
+/// `address` of a listener
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ListenAddress {
+    /// Address and port.
+    Tcp(SocketAddr),
+    /// Path of a Unix socket.
+    Unix(PathBuf),
+}
+
+impl ListenAddress {
+    /// Return address and port. Return `None` for a Unix socket.
+    pub fn tcp(&self) -> Option<SocketAddr> {
+        match self {
+            ListenAddress::Tcp(address) => Some(*address),
+            ListenAddress::Unix(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ListenAddress::Tcp(address) => address.fmt(out),
+            ListenAddress::Unix(path) => write!(out, "{UNIX_SCHEME}{}", path.display()),
+        }
+    }
+}
+
+/// Begin of `address` of a Unix socket.
+const UNIX_SCHEME: &str = "unix:";
+
+/// Maximum length in bytes of the path of a Unix socket: that of Linux (unix(7)), minus the temporary extension with the
+/// process id that the socket has until the gateway serves requests.
+pub(super) const MAX_SOCKET_PATH: usize = 107 - ".4194304.new".len();
 
 /// `protocol` of a listener
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +125,8 @@ pub struct ClientCertificates {
     /// The file with the CA certificates that verify client certificates, as it was when the configuration was loaded.
     /// [`ClientAuth`] tells whether clients must send a certificate. `None`: the gateway requests no certificate.
     pub ca: Option<(FileSnapshot, ClientAuth)>,
+    /// Names of which a client certificate must have one. Empty: it may have any name.
+    pub names: Vec<ServerName<'static>>,
 }
 
 /// Compile all listeners.
@@ -104,7 +141,7 @@ pub(super) fn listeners(
         reader.missing_table("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
     }
     let mut compiled: Vec<Listener> = Vec::new();
-    let mut spans: Vec<(SocketAddr, Range<usize>)> = Vec::new();
+    let mut spans: Vec<(ListenAddress, Range<usize>)> = Vec::new();
     let mut names: Vec<&Text> = Vec::new();
     for listener in listeners {
         let span = listener.span();
@@ -149,14 +186,15 @@ pub(super) fn listeners(
         };
         let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
-        let Some(address) = reader.address(text) else { continue };
-        match spans.iter().find(|(other, _)| address.port() != 0 && *other == address) {
+        let Some(address) = listen_address(text, reader) else { continue };
+        let has_any_port = address.tcp().is_some_and(|address| address.port() == 0);
+        match spans.iter().find(|(other, _)| !has_any_port && *other == address) {
             Some((_, first)) => {
                 let issue = Issue::new(text.span(), format!("duplicate listener address {address}"));
                 reader.push_issue(issue.with_hint(reader.first_line_hint(first)));
             }
             None => {
-                spans.push((address, text.span()));
+                spans.push((address.clone(), text.span()));
                 let name = listener.name.as_ref().map(|name| name.get_ref().as_str().into());
                 let has_websockets = false;
                 compiled.push(Listener {
@@ -173,6 +211,21 @@ pub(super) fn listeners(
         }
     }
     compiled
+}
+
+/// Parse `address` of a listener.
+fn listen_address(text: &Text, reader: &mut Validator<'_>) -> Option<ListenAddress> {
+    let Some(path) = text.get_ref().strip_prefix(UNIX_SCHEME) else {
+        return reader.address(text).map(ListenAddress::Tcp);
+    };
+    if path.starts_with('/') && path.len() <= MAX_SOCKET_PATH {
+        return Some(ListenAddress::Unix(path.into()));
+    }
+    let message = format!("`{path}` is not the path of a Unix socket");
+    let hint =
+        format!("write an absolute path of at most {MAX_SOCKET_PATH} bytes, such as \"unix:/run/ratelimit.sock\"");
+    reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+    None
 }
 
 /// Return whether two sockets cannot listen on these addresses at the same time. The kernel rejects the second socket
@@ -198,7 +251,9 @@ fn accepts_ipv4() -> bool {
 /// Return the listeners whose address conflicts with that of an earlier listener, as pairs of indices (earlier, later).
 pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
     (0..listeners.len()).filter_map(|later| {
-        let taken = |earlier: &usize| addresses_conflict(listeners[*earlier].address, listeners[later].address);
+        let address = listeners[later].address.tcp()?;
+        let taken =
+            |earlier: &usize| listeners[*earlier].address.tcp().is_some_and(|it| addresses_conflict(it, address));
         (0..later).find(taken).map(|earlier| (earlier, later))
     })
 }
@@ -242,15 +297,16 @@ fn tls(
     if tls.certificates.is_empty() && uses_acme.is_none() {
         reader.push_missing(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
-    let (verifier, ca) = client_verifier(tls.client_ca.as_ref(), tls.client_auth.as_ref(), reader).unzip();
-    let mut clients = vec![ClientCertificates { hosts: Vec::new(), ca }];
+    let keys = ClientKeys { ca: &tls.client_ca, auth: &tls.client_auth, names: &tls.client_names };
+    let (verifier, first) = client_verifier(&keys, Vec::new(), reader);
+    let mut clients = vec![first];
     let mut verifiers_by_host = Vec::new();
     for written in tls.per_host.iter().flatten() {
         if let Some(protocol) = protocol.filter(|protocol| protocol.get_ref() != "http") {
             let message = format!("`per_host` has no effect with protocol = \"{}\"", protocol.get_ref());
             reader.push_issue(Issue::new(written.span(), message).with_hint("set client_ca of the listener"));
         }
-        let gateway::HostClients { hosts, client_ca, client_auth } = written.get_ref();
+        let gateway::HostClients { hosts, client_ca, client_auth, client_names } = written.get_ref();
         let example = "[\"admin.example.com\"]";
         let Some(hosts) = reader.required(hosts.as_ref(), &written.span(), "hosts", example) else { continue };
         let span = hosts.first().map_or(written.span(), |first| first.span());
@@ -266,9 +322,10 @@ fn tls(
             let issue = Issue::new(span, format!("two entries of `per_host` have the host `{host}`"));
             reader.push_issue(issue.with_hint("remove one of them"));
         }
-        let (verifier, ca) = client_verifier(client_ca.as_ref(), client_auth.as_ref(), reader).unzip();
-        verifiers_by_host.push((hosts.clone(), verifier));
-        clients.push(ClientCertificates { hosts, ca });
+        let keys = ClientKeys { ca: client_ca, auth: client_auth, names: client_names };
+        let (verifier, of_hosts) = client_verifier(&keys, hosts.clone(), reader);
+        verifiers_by_host.push((hosts, verifier));
+        clients.push(of_hosts);
     }
     let source = match uses_acme {
         None => CertificateSource::Files(certificates),
@@ -286,33 +343,61 @@ fn tls(
     }
 }
 
-/// Compile the settings that verify client certificates.
+/// The keys that verify client certificates.
+struct ClientKeys<'a> {
+    ca: &'a Option<Text>,
+    auth: &'a Option<Text>,
+    names: &'a Option<Vec<Text>>,
+}
+
+/// Compile the settings that verify the client certificates of these hosts.
 fn client_verifier(
-    client_ca: Option<&Text>,
-    client_auth: Option<&Text>,
+    keys: &ClientKeys<'_>,
+    hosts: Vec<String>,
     reader: &mut Validator<'_>,
-) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
+) -> (Option<ClientVerifier>, ClientCertificates) {
     let variants = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
-    let auth = reader.one_of(client_auth, ClientAuth::Optional, &variants);
-    let Some(text) = client_ca else {
-        if let Some(auth) = client_auth {
-            let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
+    let auth = reader.one_of(keys.auth.as_ref(), ClientAuth::Optional, &variants);
+    let mut clients = ClientCertificates { hosts, ca: None, names: client_names(keys.names.as_deref(), reader) };
+    let Some(text) = keys.ca else {
+        let names = keys.names.iter().flatten().map(|name| ("client_names", name.span())).next();
+        let auth = keys.auth.as_ref().map(|auth| ("client_auth", auth.span()));
+        for (key, span) in auth.into_iter().chain(names) {
+            let issue = Issue::new(span, format!("`{key}` requires `client_ca`"));
             reader.push_missing(
                 issue.with_hint("set the CA certificates for clients: tls.client_ca = \"certs/clients-ca.pem\""),
             );
         }
-        return None;
+        return (None, clients);
     };
-    let file = reader.read_pem(text)?;
-    match ClientVerifier::from_pem(&file.content, auth) {
-        Ok(clients) => Some((clients, (file, auth))),
+    let Some(file) = reader.read_pem(text) else { return (None, clients) };
+    match ClientVerifier::from_pem(&file.content, auth, &clients.names) {
+        Ok(verifier) => {
+            clients.ca = Some((file, auth));
+            (Some(verifier), clients)
+        }
         Err(error) => {
             let hint = "give the path of a PEM file with the CA certificates that verify clients";
             let issue = Issue::new(text.span(), error.to_string());
             reader.push_issue(issue.with_hint(upstreams::certificate_hint(&file, hint)));
-            None
+            (None, clients)
         }
     }
+}
+
+/// Compile `client_names`: DNS names and IP addresses.
+fn client_names(names: Option<&[Text]>, reader: &mut Validator<'_>) -> Vec<ServerName<'static>> {
+    let mut compiled = Vec::new();
+    for text in names.into_iter().flatten() {
+        match ServerName::try_from(text.get_ref().clone()) {
+            Ok(name) => compiled.push(name),
+            Err(_) => {
+                let issue = Issue::new(text.span(), format!("`{}` is no DNS name or IP address", text.get_ref()));
+                reader.push_issue(issue.with_hint("write a name of the certificate, such as \"envoy.example.com\""));
+            }
+        }
+    }
+    compiled
 }
 
 impl ListenerTls {
@@ -327,7 +412,8 @@ impl ListenerTls {
     pub(crate) fn use_sessions_of(&self, other: &ListenerTls) {
         for (index, (clients, others)) in self.clients.iter().zip(&other.clients).enumerate() {
             let trust = |of: &ClientCertificates| of.ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
-            let is_same = clients.hosts == others.hosts && trust(clients) == trust(others);
+            let is_same =
+                clients.hosts == others.hosts && clients.names == others.names && trust(clients) == trust(others);
             if is_same && !other.tls.has_client_trust_changed(index) {
                 self.tls.use_ticketer_of(&other.tls, index);
             }
@@ -351,7 +437,7 @@ impl ListenerTls {
     /// # Errors
     /// The file contains no valid CA certificates. After an error, the active CA certificates do not change.
     pub fn reload_client_ca(&self, index: usize, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
-        self.tls.set_client_verifier(index, ClientVerifier::from_pem(trust_roots, auth)?)
+        self.tls.set_client_verifier(index, ClientVerifier::from_pem(trust_roots, auth, &self.clients[index].names)?)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Compiles `[server]`, `[log]`, `[admin]`, `[metrics]` and `[store]`, and reads the process limit on open files.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::IsTerminal;
 use std::net::{IpAddr, SocketAddr};
@@ -29,6 +29,7 @@ use crate::limiter::redis::{RedisDeployment, RedisSettings, StateLayout};
 use crate::snapshot::cost::InspectBounds;
 use crate::snapshot::descriptors::DescriptorTable;
 use crate::snapshot::header_rules;
+use crate::snapshot::listeners;
 use crate::snapshot::listeners::Listener;
 use crate::snapshot::listeners::addresses_conflict;
 use crate::snapshot::memory::MemoryLimit;
@@ -170,8 +171,19 @@ pub struct LogSettings {
     pub access_log: AccessLogTarget,
     /// Fraction of successful requests to write to the access log, above 0. 1 = all.
     pub access_sample: f64,
-    /// OTLP endpoint for spans. `None` disables traces.
-    pub trace_endpoint: Option<HttpUrl>,
+    /// Where spans go. `None` disables traces.
+    pub traces: Option<TraceSettings>,
+}
+
+/// The settings of traces.
+#[derive(Debug, Clone)]
+pub struct TraceSettings {
+    /// OTLP endpoint for spans.
+    pub endpoint: HttpUrl,
+    /// Share of the traces to record that start at the gateway.
+    pub sample: f64,
+    /// Resource attributes.
+    pub resource: BTreeMap<String, String>,
 }
 
 /// Destination of the access log records.
@@ -318,7 +330,7 @@ pub(super) fn log(log: &gateway::Log, reader: &mut Validator<'_>) -> LogSettings
         level: reader.one_of(log.level.as_ref(), Level::INFO, &levels),
         access_log: access,
         access_sample,
-        trace_endpoint: log.trace_endpoint.as_ref().and_then(|url| trace_endpoint(url, reader)),
+        traces: traces(log, reader),
     }
 }
 
@@ -478,6 +490,22 @@ fn syslog_tag(text: Option<&Text>, reader: &mut Validator<'_>) -> Box<str> {
     tag.into()
 }
 
+/// Compile the settings of traces.
+fn traces(log: &gateway::Log, reader: &mut Validator<'_>) -> Option<TraceSettings> {
+    let endpoint = log.trace_endpoint.as_ref().and_then(|url| trace_endpoint(url, reader));
+    let sample = reader.fraction(log.trace_sample.as_ref(), 0..=1, 1.0);
+    let resource = log.trace_resource.iter().map(|(key, value)| (key.clone(), value.get_ref().clone())).collect();
+    let of_resource = log.trace_resource.values().next().map(|text| ("trace_resource", text.span()));
+    let of_sample = log.trace_sample.as_ref().map(|sample| ("trace_sample", sample.span()));
+    if log.trace_endpoint.is_none()
+        && let Some((key, span)) = of_sample.or(of_resource)
+    {
+        let issue = Issue::new(span, format!("`{key}` requires `trace_endpoint`"));
+        reader.push_missing(issue.with_hint("set trace_endpoint = \"http://127.0.0.1:4318\""));
+    }
+    Some(TraceSettings { endpoint: endpoint?, sample, resource })
+}
+
 /// Parse the URL of an OpenTelemetry collector. An empty URL disables traces. The OTLP specification defines the
 /// default path (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
 fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<HttpUrl> {
@@ -513,10 +541,6 @@ pub enum AdminSocket {
     Path(PathBuf),
 }
 
-/// Maximum length in bytes of the admin socket's path. It is shorter than the maximum of the system, because a
-/// temporary name of the socket has an extension that contains the process id.
-const MAX_ADMIN_SOCKET_PATH: usize = MAX_SOCKET_PATH - ".4194304.new".len();
-
 /// Compile `socket` of `[admin]`.
 pub(super) fn admin_socket(admin: Option<&Spanned<gateway::Admin>>, reader: &mut Validator<'_>) -> AdminSocket {
     let Some(text) = admin.and_then(|admin| admin.get_ref().socket.as_ref()) else { return AdminSocket::Default };
@@ -529,8 +553,9 @@ pub(super) fn admin_socket(admin: Option<&Spanned<gateway::Admin>>, reader: &mut
         }
         _ => {
             let path = reader.resolve_path(text);
-            if path.as_os_str().len() > MAX_ADMIN_SOCKET_PATH {
-                let message = format!("the path of the admin socket must have at most {MAX_ADMIN_SOCKET_PATH} bytes");
+            if path.as_os_str().len() > listeners::MAX_SOCKET_PATH {
+                let most = listeners::MAX_SOCKET_PATH;
+                let message = format!("the path of the admin socket must have at most {most} bytes");
                 reader.push_issue(Issue::new(text.span(), message).with_hint("such as \"/run/sluicegate/admin.sock\""));
             }
             AdminSocket::Path(path)
@@ -568,7 +593,9 @@ pub(super) fn admin(
     }
     let text = reader.required(admin.address.as_ref(), &span, "address", "\"127.0.0.1:9180\"")?;
     let address = reader.address(text)?;
-    if let Some(listener) = listeners.iter().find(|listener| addresses_conflict(listener.address, address)) {
+    let conflicts =
+        |listener: &&Listener| listener.address.tcp().is_some_and(|other| addresses_conflict(other, address));
+    if let Some(listener) = listeners.iter().find(conflicts) {
         let message = format!("{address} is already used by the [[listener]] on {}", listener.address);
         reader.push_issue(Issue::new(text.span(), message).with_hint("use another port for the admin listener"));
     }
@@ -696,6 +723,7 @@ pub(super) fn store(
     };
     let access = StoreAccess {
         certificates: tls.map(|tls| tls_certificates(tls, reader)),
+        ignores_name: tls.and_then(|tls| tls.get_ref().verify_name.as_ref()).is_some_and(|verify| !verify.get_ref()),
         credentials: credentials([&store.username, &store.password, &store.password_file], reader),
         sentinel_credentials: sentinel_credentials(store, scheme, reader),
     };
@@ -788,7 +816,7 @@ fn report_unused_credentials(store: &gateway::Store, reader: &mut Validator<'_>)
 
 /// Compile the trust roots and the client certificate for connections to the store.
 fn tls_certificates(tls: &Spanned<gateway::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
-    let gateway::StoreTls { ca, cert, key } = tls.get_ref();
+    let gateway::StoreTls { ca, cert, key, verify_name: _ } = tls.get_ref();
     let TlsFiles { ca, gateway_certificate: own } =
         TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
     if let (Some([cert, key]), Some(text)) = (&own, &tls.get_ref().cert)

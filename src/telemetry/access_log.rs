@@ -812,6 +812,11 @@ pub struct RequestRecord {
 }
 
 impl TelemetrySinks {
+    /// Return the ids of the spans of a request with this parent. Return `None` if it is not traced.
+    pub fn trace_context(&self, parent: Option<TraceParent>) -> Option<TraceContext> {
+        self.trace_exporter.as_ref().and_then(|exporter| exporter.context(parent))
+    }
+
     /// Wait until all queued records and spans are written, at most 3 s.
     pub fn flush(&self) {
         if let Some(access_log) = &self.access_log {
@@ -831,7 +836,7 @@ impl RequestRecord {
         }
         let RequestStart { request, .. } = start;
         let parent = TraceParent::from_headers(request.headers());
-        let trace = sinks.trace_exporter.as_ref().and_then(|_| TraceContext::from_parent(parent));
+        let trace = sinks.trace_context(parent);
         if sinks.access_log.is_none() && trace.is_none() {
             return None;
         }
@@ -931,6 +936,7 @@ impl RequestRecord {
                 trace,
                 record: &record,
                 path_template,
+                rpc_method: None,
                 operation: self.operation,
                 response_model: self.response_model.as_deref(),
                 scheme,

@@ -94,22 +94,19 @@ pub struct TraceContext {
 }
 
 impl TraceContext {
-    /// Continue the caller's trace, or start a new one. Return `None` if the caller's trace is not sampled.
-    pub fn from_parent(parent: Option<TraceParent>) -> Option<Self> {
-        if parent.is_some_and(|parent| !parent.is_sampled) {
-            return None;
-        }
+    /// Continue the caller's trace, or start a new one.
+    fn from_parent(parent: Option<TraceParent>) -> Self {
         // An id must not be 0. Neither half of a version 4 UUID is 0, because each half has bits that are always set.
         let (request_span_id, decision_span_id) = Uuid::new_v4().as_u64_pair();
         let (upstream_span_id, _) = Uuid::new_v4().as_u64_pair();
         let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
-        Some(TraceContext {
+        TraceContext {
             trace_id,
             parent_span_id: parent.map(|parent| parent.span_id),
             request_span_id,
             decision_span_id,
             upstream_span_id,
-        })
+        }
     }
 
     /// Set the header `traceparent` for the upstream.
@@ -143,7 +140,11 @@ static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
 
 /// Queue of spans for the thread that exports them. Clones share the queue.
 #[derive(Debug, Clone)]
-pub struct TraceExporter(BatchWriter<SpanData>);
+pub struct TraceExporter {
+    writer: BatchWriter<SpanData>,
+    /// Share of the traces to record that start at the gateway.
+    sample: f64,
+}
 
 /// The data of a request's spans: its access log record, and values that the record does not contain.
 #[derive(Debug)]
@@ -154,6 +155,8 @@ pub struct RequestTrace<'a> {
     pub record: &'a AccessRecord<'a>,
     /// Path pattern of the route, as configured.
     pub path_template: Option<&'a str>,
+    /// Service and method of a gRPC call that the gateway answers itself, such as `package.Service/Method`.
+    pub rpc_method: Option<&'static str>,
     /// Operation of an LLM request, if a limit counts its tokens.
     pub operation: Option<&'static Operation>,
     /// Model that has generated the response of an LLM API.
@@ -165,12 +168,28 @@ pub struct RequestTrace<'a> {
 }
 
 impl TraceExporter {
-    /// Start the exporter thread. `export` returns the number of spans that it lost.
+    /// Start the exporter thread. `sample` is the share of the traces to record that start at the gateway. `export` returns
+    /// the number of spans that it lost.
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn start(mut export: impl FnMut(Vec<SpanData>) -> u64 + Send + 'static) -> io::Result<Self> {
-        BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<SpanData>| export(batch.split_off(0))).map(TraceExporter)
+    pub fn start(sample: f64, mut export: impl FnMut(Vec<SpanData>) -> u64 + Send + 'static) -> io::Result<Self> {
+        let export = move |batch: &mut Vec<SpanData>| export(batch.split_off(0));
+        Ok(TraceExporter { writer: BatchWriter::start(BATCH_CONFIG, export)?, sample })
+    }
+
+    /// Return the ids of a request's spans. Return `None` if the caller's trace is not sampled, or if no caller has started
+    /// a trace and the sample does not contain it.
+    pub fn context(&self, parent: Option<TraceParent>) -> Option<TraceContext> {
+        match parent {
+            Some(parent) => parent.is_sampled.then(|| TraceContext::from_parent(Some(parent))),
+            None => {
+                let context = TraceContext::from_parent(None);
+                // The last 62 bits of a version 4 UUID are random.
+                let position = (context.trace_id as u64 & ((1 << 62) - 1)) as f64 / (1_u64 << 62) as f64;
+                (position < self.sample).then_some(context)
+            }
+        }
     }
 
     /// Queue the spans of a request.
@@ -181,18 +200,18 @@ impl TraceExporter {
             request.record.upstream.map(|upstream| request.upstream_span(upstream)),
         ];
         for span in spans.into_iter().flatten() {
-            self.0.push(|spans| spans.push(span));
+            self.writer.push(|spans| spans.push(span));
         }
     }
 
     /// Return the number of lost spans.
     pub fn dropped(&self) -> u64 {
-        self.0.dropped()
+        self.writer.dropped()
     }
 
     /// Wait until the queued spans are exported, at most 2 s.
     pub fn flush(&self) {
-        self.0.flush(FLUSH_TIMEOUT);
+        self.writer.flush(FLUSH_TIMEOUT);
     }
 }
 
@@ -211,16 +230,28 @@ impl RequestTrace<'_> {
     /// Return the server span, which lasts from the start of the request to the end of its response.
     fn server_span(&self) -> SpanData {
         let AccessRecord { method, path, status, client, outcome, request_id, .. } = *self.record;
-        let mut attributes = vec![
-            string_attribute("http.request.method", method),
-            KeyValue::new("http.response.status_code", i64::from(status)),
-            string_attribute("url.scheme", self.scheme),
-            string_attribute("url.path", path),
+        let mut attributes = match self.rpc_method.and_then(|name| name.split_once('/')) {
+            // The status is that of the response to the client of the proxy that calls, not that of the call.
+            Some((service, method)) => vec![
+                KeyValue::new("rpc.system", "grpc"),
+                KeyValue::new("rpc.service", service),
+                KeyValue::new("rpc.method", method),
+                KeyValue::new("rpc.grpc.status_code", 0),
+                string_attribute("sluicegate.domain", self.record.host.unwrap_or_default()),
+            ],
+            None => vec![
+                string_attribute("http.request.method", method),
+                KeyValue::new("http.response.status_code", i64::from(status)),
+                string_attribute("url.scheme", self.scheme),
+                string_attribute("url.path", path),
+                string_attribute("sluicegate.request_id", request_id),
+            ],
+        };
+        attributes.extend([
             string_attribute("client.address", &client.to_string()),
             string_attribute("network.peer.address", &self.peer.to_string()),
             string_attribute("sluicegate.outcome", outcome),
-            string_attribute("sluicegate.request_id", request_id),
-        ];
+        ]);
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
         if let Some(operation) = self.operation {
@@ -232,7 +263,11 @@ impl RequestTrace<'_> {
         attributes.extend(self.record.tokens.into_iter().flat_map(token_attributes));
         // For a server span, a 4xx status does not count as an error (OpenTelemetry semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
-        let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
+        let name = match (self.rpc_method, self.path_template) {
+            (Some(name), _) => name.to_owned(),
+            (None, Some(template)) => format!("{method} {template}"),
+            (None, None) => method.to_owned(),
+        };
         let span = SpanParts {
             id: self.trace.request_span_id,
             parent: self.trace.parent_span_id,
@@ -383,5 +418,18 @@ mod tests {
             headers
         });
         assert_eq!(TraceParent::from_headers(&twice), None, "a repeated header is ignored");
+    }
+
+    #[test]
+    fn sample_decides_about_traces_that_start_here() {
+        let exporter = |sample| TraceExporter::start(sample, |_| 0).unwrap();
+        let parent = |is_sampled| Some(TraceParent { trace_id: 1, span_id: 2, is_sampled });
+        for (sample, range) in [(0.0, 0..=0), (0.25, 2_200..=2_800), (1.0, 10_000..=10_000)] {
+            let exporter = exporter(sample);
+            let recorded = (0..10_000).filter(|_| exporter.context(None).is_some()).count();
+            assert!(range.contains(&recorded), "{sample}: {recorded}");
+            assert_eq!(exporter.context(parent(true)).unwrap().trace_id, 1, "{sample}");
+            assert!(exporter.context(parent(false)).is_none(), "{sample}");
+        }
     }
 }

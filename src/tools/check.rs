@@ -78,7 +78,7 @@ pub fn warnings_by_file(file: &ParsedFile<Config>, config: &CompiledConfig, now:
 pub fn errors(file: &ParsedFile<Config>, config: &CompiledConfig) -> Vec<Issue> {
     let address = |index: usize| file.value.listener.get(index).and_then(|each| each.get_ref().address.as_ref());
     let issue = |(earlier, later): (usize, usize)| {
-        let [earlier_address, later_address] = [earlier, later].map(|index| config.listeners[index].address);
+        let [earlier_address, later_address] = [earlier, later].map(|index| &config.listeners[index].address);
         let earlier = address(earlier)?.span();
         let later = address(later)?.span();
         let line = file.sources.line_name(&earlier);
@@ -308,7 +308,8 @@ fn overly_broad_proxies<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = Is
 /// listener has a private address, public clients reach the gateway only through a proxy. Without `trusted_proxies`,
 /// all requests then seem to come from the address of the proxy.
 fn shared_client_address(input: &LintInput<'_>) -> Option<Issue> {
-    let all_private = input.config.listeners.iter().all(|listener| is_private(listener.address.ip()));
+    let is_private = |listener: &Listener| listener.address.tcp().is_none_or(|address| is_private(address.ip()));
+    let all_private = input.config.listeners.iter().all(is_private);
     if !all_private || input.parsed.client_ip.trusted_proxies.is_some() {
         return None;
     }
@@ -823,7 +824,7 @@ fn plaintext_credentials<'a>(input: &'a LintInput<'_>) -> impl Iterator<Item = I
     let is_used = routes.flat_map(|auth| &auth.providers).any(sends_secret);
     let is_direct = input.config.client_ip.trusted_proxies.is_empty();
     input.config.listeners.iter().enumerate().filter(move |_| is_used && is_direct).filter_map(|(index, listener)| {
-        let is_local = listener.address.ip().to_canonical().is_loopback();
+        let is_local = listener.address.tcp().is_none_or(|address| address.ip().to_canonical().is_loopback());
         let parsed = input.parsed.listener.get(index)?;
         let span = parsed.get_ref().address.as_ref().map_or(parsed.span(), |address| address.span());
         (listener.tls.is_none() && !is_local).then(|| {

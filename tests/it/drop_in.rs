@@ -1,23 +1,28 @@
 //! The binary in place of envoyproxy/ratelimit: started under its name, with nothing but its environment variables.
 
+use std::collections::BTreeMap;
 use std::fs::{create_dir, create_dir_all, rename, write};
+use std::io::{BufRead, BufReader, Read};
+use std::net::{TcpListener, UdpSocket};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
 use bytes::Bytes;
-use rcgen::DnType;
+use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
+use rcgen::{DnType, ExtendedKeyUsagePurpose};
 use sluicegate::payload::envoy::{
     Code, Entry, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest, RateLimitResponse,
     ServingStatus,
 };
 
 use super::hot_restart::hot_restart;
-use crate::support::certificates::{Authority, NOW, Pair, tls};
+use super::traces::{Collector, PARENT, TRACE, assert_attributes, hex, spans, traceparent};
+use crate::support::certificates::{Authority, NOW, Pair, ask, tls};
 use crate::support::client::{Client, Reply};
 use crate::support::gateway::{Gateway, binary};
 use crate::support::grpc::Grpc;
-use crate::support::redis::Redis;
+use crate::support::redis::{Redis, free_port};
 use crate::support::{eventually, signal};
 
 const METHOD: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
@@ -282,13 +287,283 @@ fn grpc_over_tls_requires_the_client_certificate() {
     assert!(refused);
 }
 
+/// The name of the certificate of a client is verified, and without it no call is answered.
+#[test]
+fn clients_need_the_name_of_grpc_client_tls_san() {
+    const NAME: &str = "gateway.test";
+    let directory = tempfile::tempdir().unwrap();
+    let (authority, server) = (Authority::new("ca"), Pair::server(NAME, NOW));
+    let path = |name: &str, pem: &str| {
+        let path = directory.path().join(name);
+        write(&path, pem).unwrap();
+        path.display().to_string()
+    };
+    let (cert, key) = (path("tls.crt", &server.cert), path("tls.key", &server.key));
+    let ca = path("ca.crt", &authority.pem());
+    let redis = Redis::start();
+    let variables = [
+        ("GRPC_SERVER_USE_TLS", "true"),
+        ("GRPC_SERVER_TLS_CERT", &*cert),
+        ("GRPC_SERVER_TLS_KEY", &*key),
+        ("GRPC_CLIENT_TLS_CACERT", &*ca),
+        ("GRPC_CLIENT_TLS_SAN", "envoy.edge.test"),
+    ];
+    let gateway = start(&redis, &yaml(9), &variables);
+    let of = |names: &[&str]| authority.sign_for(&[], names, NOW, ExtendedKeyUsagePurpose::ClientAuth);
+    for (names, is_served) in [
+        (&["envoy.edge.test"][..], true),
+        (&["a.test", "envoy.edge.test"], true),
+        (&["*.edge.test"], true),
+        (&["a.test"], false),
+        (&[], false),
+    ] {
+        let mut config = (*tls(&[&server.der], Some(&of(names)), rustls::ALL_VERSIONS)).clone();
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        // Over HTTP/1.1, an accepted client is told that it must use HTTP/2.
+        let reply = ask(&config.into(), gateway.address, NAME, METHOD);
+        assert_eq!(reply.is_some(), is_served, "{names:?}: {reply:?}");
+    }
+}
+
+#[test]
+fn grpc_is_served_on_a_unix_socket_across_a_hot_restart() {
+    let redis = Redis::start();
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("ratelimit.sock");
+    let connect = || {
+        let socket = socket.clone();
+        Grpc::over(async move { tokio::net::UnixStream::connect(socket).await.unwrap() })
+    };
+    // A socket that a killed process has left is replaced.
+    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    let variables = [("GRPC_UDS", &*socket.display().to_string()), ("LOG_FORMAT", "json")];
+    let mut gateway = start(&redis, &yaml(3), &variables);
+    eventually("the socket has its name", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+    assert_eq!(gateway.addresses().len(), 1, "no port serves gRPC");
+    let old = connect();
+    assert_eq!(health(&old), ServingStatus::Serving);
+    assert_eq!(call(&old, "a").statuses[0].limit_remaining, 2);
+    let successor = hot_restart(&mut gateway);
+    assert_eq!(call(&connect(), "a").statuses[0].limit_remaining, 1);
+    successor.signal("TERM");
+    eventually("the socket is removed", || !socket.exists());
+}
+
+#[test]
+fn name_of_the_certificate_of_redis_is_verified_unless_it_is_skipped() {
+    let directory = tempfile::tempdir().unwrap();
+    let [ours, other] = ["ours", "other"].map(Authority::new);
+    let path = |name: &str, pem: &str| {
+        let path = directory.path().join(name);
+        write(&path, pem).unwrap();
+        path.display().to_string()
+    };
+    let server = ours.server(&["redis.test"], NOW);
+    let (cert, key) = (path("redis.pem", &server.cert), path("redis.key", &server.key));
+    let [ours, other] = [path("ours.pem", &ours.pem()), path("other.pem", &other.pem())];
+    let port = free_port().to_string();
+    let redis = Redis::start_as(&[
+        "--tls-port",
+        &port,
+        "--tls-cert-file",
+        &cert,
+        "--tls-key-file",
+        &key,
+        "--tls-auth-clients",
+        "no",
+        "--tls-ca-cert-file",
+        &ours,
+    ]);
+    let address = format!("127.0.0.1:{port}");
+    let health_of = |ca: &str, skips: &str| {
+        let variables = [
+            ("REDIS_TLS", "true"),
+            ("REDIS_URL", &*address),
+            ("REDIS_TLS_CACERT", ca),
+            ("REDIS_TLS_SKIP_HOSTNAME_VERIFICATION", skips),
+        ];
+        let gateway = start(&redis, &yaml(9), &variables);
+        let before = redis.calls("evalsha");
+        assert_eq!(call(&Grpc::connect(gateway.address), "a").overall_code(), Code::Ok);
+        redis.calls("evalsha") > before
+    };
+    assert!(!health_of(&ours, "false"), "the certificate is not valid for the address");
+    assert!(health_of(&ours, "true"));
+    assert!(!health_of(&other, "true"), "another CA is not trusted");
+}
+
+/// Return the numbers of lines of StatsD by name and type.
+fn statsd_counts(text: &str) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for line in text.lines() {
+        let (name, rest) = line.split_once(':').unwrap();
+        let (value, kind) = rest.split_once('|').unwrap();
+        *counts.entry(format!("{name}|{kind}")).or_default() += value.parse::<u64>().unwrap();
+    }
+    counts
+}
+
+#[test]
+fn increases_are_sent_to_statsd_under_the_names_of_the_reference() {
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port().to_string();
+    let redis = Redis::start();
+    let nested = "domain: edge\ndescriptors:\n  - key: user\n    rate_limit: {unit: DAY, requests_per_unit: 5}\n  \
+                  - key: a\n    value: x.y\n    descriptors:\n      - key: b\n        descriptors:\n          \
+                  - {key: c, rate_limit: {unit: DAY, requests_per_unit: 9}}\n";
+    let variables = [
+        ("STATSD_HOST", "127.0.0.1"),
+        ("STATSD_PORT", &*port),
+        ("STATS_FLUSH_INTERVAL", "0.02s"),
+        ("EXTRA_TAGS", "zone:a,env:test"),
+        ("NEAR_LIMIT_RATIO", "0.5"),
+    ];
+    let mut gateway = start(&redis, nested, &variables);
+    let client = Grpc::connect(gateway.address);
+    for code in [Code::Ok, Code::Ok, Code::Ok, Code::Ok, Code::Ok, Code::OverLimit] {
+        assert_eq!(call(&client, "u").overall_code(), code);
+    }
+    let entry = |key: &'static str, value: &'static str| Entry { key: key.into(), value: value.into() };
+    let entries = vec![entry("a", "x.y"), entry("b", "1"), entry("c", "2")];
+    let descriptors = vec![RateLimitDescriptor { entries, ..RateLimitDescriptor::default() }];
+    let deep = RateLimitRequest { domain: "edge".into(), descriptors, hits_addend: 4 };
+    assert_eq!(client.call(METHOD, &deep, &[]).message::<RateLimitResponse>().overall_code(), Code::Ok);
+    drop(client);
+    gateway.terminate();
+    // The process delivers the rest before it ends, and then closes the connection.
+    let mut text = String::new();
+    server.accept().unwrap().0.read_to_string(&mut text).unwrap();
+    assert!(gateway.wait().success());
+    let counts = statsd_counts(&text);
+    let of = |name: &str| counts.get(&format!("{name}.__env=test.__zone=a|c")).copied();
+    for (name, count) in [
+        ("ratelimit.service.rate_limit.edge.user.total_hits", Some(6)),
+        ("ratelimit.service.rate_limit.edge.user.over_limit", Some(1)),
+        // 5 * 0.5, rounded down: the hits 3, 4 and 5.
+        ("ratelimit.service.rate_limit.edge.user.near_limit", Some(3)),
+        ("ratelimit.service.rate_limit.edge.user.within_limit", Some(5)),
+        ("ratelimit.service.rate_limit.edge.user.shadow_mode", None),
+        ("ratelimit.service.rate_limit.edge.a_x_y.b.c.total_hits", Some(4)),
+        ("ratelimit_server.ShouldRateLimit.total_requests", Some(7)),
+    ] {
+        assert_eq!(of(name), count, "{name}: {counts:#?}");
+    }
+}
+
+#[test]
+fn increases_are_sent_again_after_statsd_was_unreachable() {
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = server.local_addr().unwrap();
+    let redis = Redis::start();
+    let port = address.port().to_string();
+    let variables = [
+        ("STATSD_HOST", "127.0.0.1"),
+        ("STATSD_PORT", &*port),
+        ("STATS_FLUSH_INTERVAL", "10ms"),
+        ("STATSD_PROTOCOL", "tcp"),
+    ];
+    drop(server);
+    let gateway = start(&redis, &yaml(9), &variables);
+    let client = Grpc::connect(gateway.address);
+    call(&client, "a");
+    eventually("the failure is logged", || gateway.log().contains("cannot send metrics to StatsD"));
+    let server = TcpListener::bind(address).unwrap();
+    for hits in 1..3 {
+        // The server closes each connection after the first line about hits. The next increase comes on another one.
+        let connection = BufReader::new(server.accept().unwrap().0);
+        let mut lines = connection.lines().map(Result::unwrap);
+        let name = "ratelimit.service.rate_limit.edge.user.total_hits:";
+        let line = lines.find(|line| line.starts_with(name)).unwrap();
+        assert_eq!(line, format!("{name}1|c"), "connection {hits}");
+        drop(lines);
+        call(&client, "a");
+    }
+}
+
+#[test]
+fn dogstatsd_gets_datagrams_with_tags() {
+    let server = UdpSocket::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port().to_string();
+    let redis = Redis::start();
+    let variables = [
+        ("USE_DOG_STATSD", "true"),
+        ("STATSD_HOST", "127.0.0.1"),
+        ("STATSD_PORT", &*port),
+        ("STATS_FLUSH_INTERVAL", "10ms"),
+        ("EXTRA_TAGS", "zone:a,env:test"),
+    ];
+    let gateway = start(&redis, &yaml(1), &variables);
+    call(&Grpc::connect(gateway.address), "a");
+    let mut text = String::new();
+    let mut bytes = [0; 2000];
+    while !text.contains("total_hits") {
+        let length = server.recv(&mut bytes).unwrap();
+        text.push_str(std::str::from_utf8(&bytes[..length]).unwrap());
+    }
+    assert!(text.contains("ratelimit.service.rate_limit.edge.user.total_hits:1|c|#env:test,zone:a\n"), "{text}");
+}
+
+#[test]
+fn calls_are_traced_with_the_variables_of_the_reference() {
+    let collector = Collector::start();
+    let redis = Redis::start();
+    let url = collector.server.url();
+    let variables = [
+        ("TRACING_ENABLED", "true"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", &*url),
+        ("TRACING_SERVICE_NAME", "limits"),
+        ("TRACING_SERVICE_NAMESPACE", "edge"),
+        ("TRACING_SERVICE_INSTANCE_ID", "one"),
+        ("TRACING_SAMPLING_RATE", "0"),
+    ];
+    let mut gateway = start(&redis, &yaml(1), &variables);
+    let client = Grpc::connect(gateway.address);
+    // The sample has no trace that starts here, and the flag of the caller decides about others.
+    call(&client, "a");
+    for (flags, user) in [("00", "b"), ("01", "c"), ("01", "c")] {
+        let parent = traceparent(flags);
+        client.call(METHOD, &request(user), &[("traceparent", &parent)]).message::<RateLimitResponse>();
+    }
+    let spans = collector.trace(TRACE, 4);
+    let servers: Vec<_> = spans.iter().filter(|span| span.kind() == SpanKind::Server).collect();
+    assert_eq!(servers.len(), 2, "{spans:#?}");
+    for (span, outcome) in servers.iter().zip(["ok", "rate-limited"]) {
+        assert_eq!(span.name, METHOD.trim_start_matches('/'));
+        assert_eq!(hex(&span.parent_span_id), PARENT);
+        assert_attributes(
+            span,
+            &[
+                ("rpc.system", "grpc"),
+                ("rpc.service", "envoy.service.ratelimit.v3.RateLimitService"),
+                ("rpc.method", "ShouldRateLimit"),
+                ("sluicegate.domain", "edge"),
+                ("sluicegate.outcome", outcome),
+                ("client.address", "127.0.0.1"),
+            ],
+        );
+        let check = spans.iter().find(|child| child.parent_span_id == span.span_id).unwrap();
+        assert_eq!((check.kind(), &*check.name), (SpanKind::Internal, "rate_limit_check"));
+        assert!(span.start_time_unix_nano <= check.start_time_unix_nano, "{spans:#?}");
+        assert!(check.end_time_unix_nano <= span.end_time_unix_nano, "{spans:#?}");
+    }
+    let parent = traceparent("01");
+    let body = json_of("d");
+    Client::connect(gateway.addresses()[1]).request("POST", "/json", &[("traceparent", &parent)], &body);
+    assert_eq!(collector.trace(TRACE, 6).len(), 6, "/json");
+    let (resource, _) = self::spans(&collector.server.last());
+    let names = ["service.name", "service.namespace", "service.instance.id"].map(|name| &*resource[name]);
+    assert_eq!(names, ["limits", "edge", "one"]);
+    gateway.terminate();
+    gateway.wait();
+    assert_eq!(collector.spans().len(), 6, "unsampled calls have no spans: {:#?}", collector.spans());
+}
+
 #[test]
 fn faulty_variables_are_reported_and_the_printed_configuration_is_valid() {
-    let output =
-        binary().arg("ratelimit").env("BACKEND_TYPE", "memcache").env("GRPC_UDS", "/run/r.sock").output().unwrap();
+    let output = binary().arg("ratelimit").env("BACKEND_TYPE", "memcache").env("STATSD_PORT", "x").output().unwrap();
     let report = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{report}");
-    for text in ["BACKEND_TYPE is `memcache`", "use Redis: set BACKEND_TYPE=redis", "GRPC_UDS is not supported"] {
+    for text in ["BACKEND_TYPE is `memcache`", "use Redis: set BACKEND_TYPE=redis", "STATSD_PORT is `x`"] {
         assert!(report.contains(text), "{report}");
     }
 
@@ -297,7 +572,7 @@ fn faulty_variables_are_reported_and_the_printed_configuration_is_valid() {
     write(directory.path().join("config/edge.yaml"), yaml(1)).unwrap();
     let mut print = binary();
     print.args(["ratelimit", "--print"]).env("RUNTIME_ROOT", directory.path()).env("STATSD_HOST", "h");
-    let printed = print.env("USE_PROMETHEUS", "t").output().unwrap();
+    let printed = print.env("USE_PROMETHEUS", "t").env("USE_STATSD", "t").output().unwrap();
     let file = directory.path().join("gateway.toml");
     write(&file, &printed.stdout).unwrap();
     let check = binary().args(["check", "--config"]).arg(&file).output().unwrap();
@@ -306,7 +581,7 @@ fn faulty_variables_are_reported_and_the_printed_configuration_is_valid() {
     let redis = Redis::start();
     let gateway = start(&redis, &yaml(1), &[("STATSD_HOST", "h"), ("USE_STATSD", "false")]);
     assert!(gateway.log().contains("STATSD_HOST has no effect"), "{}", gateway.log());
-    assert!(!gateway.log().contains("USE_STATSD"), "{}", gateway.log());
+    assert!(!gateway.log().contains("USE_STATSD has no effect"), "{}", gateway.log());
 }
 
 #[test]

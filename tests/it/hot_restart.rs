@@ -24,7 +24,7 @@ impl Successor {
         Successor(id().unwrap())
     }
 
-    fn signal(&self, name: &str) {
+    pub(crate) fn signal(&self, name: &str) {
         assert!(Command::new("kill").args([&format!("-{name}"), &self.0]).status().unwrap().success());
     }
 }

@@ -266,8 +266,9 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     let schema =
         std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/gateway.schema.json")).unwrap();
     let schema: Value = serde_json::from_str(&schema).unwrap();
-    // The first two keys are valid only together with another key, which differs, too. A reload applies the last one.
-    let other_keys = ["store.username", "store.sentinel", "store.gateway_count"];
+    // All but the last key are valid only together with another key, which differs, too. A reload applies the last one.
+    let other_keys =
+        ["store.username", "store.sentinel", "log.trace_sample", "log.trace_resource", "store.gateway_count"];
     for table in ["store", "log"] {
         for key in schema["properties"][table]["properties"].as_object().unwrap().keys() {
             let key = format!("{table}.{key}");

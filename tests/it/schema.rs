@@ -207,6 +207,7 @@ fn load(file: &Value) -> Result<String, String> {
         listeners,
         acme,
         descriptors,
+        statsd,
         ..
     } = &config;
     let acme = acme.as_ref().map(|acme| (&acme.settings.directory, &acme.settings.challenges));
@@ -217,7 +218,7 @@ fn load(file: &Value) -> Result<String, String> {
             let clients: Vec<_> =
                 clients.map(|clients| (&clients.hosts, clients.ca.as_ref().map(|(_, auth)| auth))).collect();
             let decisions = listener.decisions.as_ref().map(|settings| settings.denied_status);
-            (listener.address, listener.proxy_protocol, clients, decisions)
+            (listener.address.clone(), listener.proxy_protocol, clients, decisions)
         })
         .collect();
     let limits: Vec<_> = limits
@@ -255,7 +256,7 @@ fn load(file: &Value) -> Result<String, String> {
         })
         .collect();
     let quotas: Vec<_> = descriptors.rules.iter().map(|rule| (rule.is_quota, &rule.metadata)).collect();
-    let acme = (acme, descriptors.options, quotas);
+    let acme = (acme, descriptors.options, quotas, statsd);
     let (clients, targets) = ((client_ip, &auth.providers, limits), (upstreams, routes, event_destinations));
     let text = format!("{:?}", (server, store, log, listeners, acme, admin, clients, targets));
     Ok(text.replace(&directory.path().display().to_string(), ""))
@@ -312,6 +313,7 @@ fn file_with(path: &str) -> Value {
             set("ratelimit.xds", json!({ "url": "https://h", "tls": { "cert": "one.pem", "key": "one.key" } }))
         }
         path if path.starts_with("ratelimit.xds.") => set("ratelimit.xds", json!({ "url": "http://127.0.0.1:1" })),
+        path if path.starts_with("ratelimit.statsd.") => set("ratelimit.statsd", json!({ "address": "127.0.0.1:1" })),
         path if path.starts_with("ratelimit.headers.") => {
             set("ratelimit.headers", json!({ "limit": "x-l", "remaining": "x-r", "reset": "x-t" }))
         }
@@ -353,6 +355,8 @@ fn file_with(path: &str) -> Value {
         }
         "route.*.response_headers.on_errors" => set("route.r.response_headers", json!({})),
         "log.access" => set("log", json!({})),
+        "log.trace_sample" => set("log", json!({ "trace_endpoint": "http://127.0.0.1:1" })),
+        "store.tls.verify_name" => set("store", json!({ "url": "rediss://127.0.0.1:1", "secret": "s", "tls": {} })),
         "store.url" => set("store", json!({})),
         "auth.*.on_unknown" => set("auth.keys", json!({ "kind": "api-key", "consumers": "consumers.toml" })),
         "auth.*.scheme" => set("auth.keys.header", json!("authorization")),

@@ -18,17 +18,17 @@ use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use prost::Message;
 use rustls::version::TLS13;
 
-const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
-const PARENT: &str = "00f067aa0ba902b7";
+pub(crate) const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+pub(crate) const PARENT: &str = "00f067aa0ba902b7";
 
 /// A collector that accepts exports until the test sets `refuses`.
-struct Collector {
-    server: Upstream,
+pub(crate) struct Collector {
+    pub(crate) server: Upstream,
     refuses: Arc<AtomicBool>,
 }
 
 impl Collector {
-    fn start() -> Collector {
+    pub(crate) fn start() -> Collector {
         let refuses = Arc::<AtomicBool>::default();
         let told = refuses.clone();
         let server = Upstream::responding(move |_| {
@@ -43,12 +43,12 @@ impl Collector {
     }
 
     /// Return all spans received so far.
-    fn spans(&self) -> Vec<Span> {
+    pub(crate) fn spans(&self) -> Vec<Span> {
         self.server.seen.lock().unwrap().iter().flat_map(|seen| spans(seen).1).collect()
     }
 
     /// Wait until `count` spans of a trace have arrived. Return them.
-    fn trace(&self, id: &str, count: usize) -> Vec<Span> {
+    pub(crate) fn trace(&self, id: &str, count: usize) -> Vec<Span> {
         let of = || self.spans().into_iter().filter(|span| hex(&span.trace_id) == id).collect::<Vec<_>>();
         eventually("the spans arrive", || of().len() >= count);
         of()
@@ -56,7 +56,7 @@ impl Collector {
 }
 
 /// Return the resource attributes and the spans of an export request.
-fn spans(seen: &Seen) -> (BTreeMap<String, String>, Vec<Span>) {
+pub(crate) fn spans(seen: &Seen) -> (BTreeMap<String, String>, Vec<Span>) {
     assert_eq!(seen.target(), "/v1/traces");
     assert_eq!(seen.headers("content-type"), ["application/x-protobuf"]);
     let request = ExportTraceServiceRequest::decode(&*seen.body).unwrap();
@@ -74,7 +74,7 @@ fn attributes(all: &[KeyValue]) -> BTreeMap<String, String> {
     all.iter().map(|attribute| (attribute.key.clone(), text(attribute))).collect()
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
@@ -83,14 +83,14 @@ fn of_kind(spans: &[Span], kind: SpanKind) -> &Span {
 }
 
 /// Assert that a span has these attributes.
-fn assert_attributes(span: &Span, expected: &[(&str, &str)]) {
+pub(crate) fn assert_attributes(span: &Span, expected: &[(&str, &str)]) {
     let said = attributes(&span.attributes);
     for (key, value) in expected {
         assert_eq!(said.get(*key).map(String::as_str), Some(*value), "{key} in {said:#?}");
     }
 }
 
-fn traceparent(flags: &str) -> String {
+pub(crate) fn traceparent(flags: &str) -> String {
     format!("00-{TRACE}-{PARENT}-{flags}")
 }
 

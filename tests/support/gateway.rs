@@ -105,7 +105,9 @@ impl Gateway {
         let started = Instant::now();
         gateway.address = loop {
             let text = gateway.log();
-            if let Some((_, rest)) = text.split_once("listens on http").and_then(|(_, rest)| rest.split_once("://")) {
+            // A Unix socket may come before the first address.
+            let list = text.split_once("listens on http").or(text.split_once("listens on unix:"));
+            if let Some((_, rest)) = list.and_then(|(_, rest)| rest.split_once("://")) {
                 break rest.split([';', ',']).next().unwrap().parse().unwrap();
             }
             let ended = gateway.child.try_wait().unwrap();
@@ -131,7 +133,7 @@ impl Gateway {
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let log = self.log();
         let list = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
-        list.split(", ").map(|url| url.split_once("://").unwrap().1.parse().unwrap()).collect()
+        list.split(", ").filter_map(|url| Some(url.split_once("://")?.1.parse().unwrap())).collect()
     }
 
     /// Return the address of the admin listener.

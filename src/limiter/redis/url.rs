@@ -85,6 +85,8 @@ impl Credentials {
 pub struct StoreAccess {
     /// Trust roots and client certificate for TLS. `None` stands for the trust roots of the system.
     pub certificates: Option<TlsCertificates>,
+    /// Whether a certificate is accepted that is not valid for the host.
+    pub ignores_name: bool,
     /// Credentials for the Redis servers, unless the URL contains credentials.
     pub credentials: Credentials,
     /// Credentials for the Sentinels, unless the URL contains credentials for them.
@@ -239,10 +241,17 @@ impl Connector<'_> {
             // Disable the Nagle algorithm, because pipelined calls must not wait for earlier replies.
             let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(true));
             let info = info.set_redis_settings(settings.clone());
-            match &self.access.certificates {
+            let client = match &self.access.certificates {
                 Some(certificates) => Client::build_with_tls(info, certificates.clone()),
                 None => Client::open(info),
+            };
+            if !self.access.ignores_name {
+                return client;
             }
+            let info = client?.get_connection_info().clone();
+            let mut address = info.addr().clone();
+            address.set_danger_accept_invalid_hostnames(true);
+            Client::open(info.set_addr(address))
         });
         client.map_err(|error| UrlError::new(error.to_string(), "certificates and keys are PEM files"))
     }

@@ -110,7 +110,7 @@ fn next_listeners(config: &CompiledConfig, location: &Uri, current: usize) -> Ve
     let port = location.port_u16().unwrap_or(default_port);
     let of_scheme = |index: &usize| config.listeners[*index].tls.is_some() == (scheme == "https");
     let mut listeners: Vec<_> = (0..config.listeners.len()).filter(of_scheme).collect();
-    let has_port = |index: &usize| config.listeners[*index].address.port() == port;
+    let has_port = |index: &usize| config.listeners[*index].address.tcp().is_some_and(|address| address.port() == port);
     // If the location has no port and no listener has the default port, return all listeners with the scheme. A packet
     // filter or container runtime probably maps the default port to one of them.
     if location.port().is_some() || listeners.iter().any(has_port) {
