@@ -585,7 +585,9 @@ impl Worker {
                 let sinks = state.telemetry_sinks.clone();
                 Gateway::new(active.config.clone(), limiter, &active.clusters, sinks, worker)
             });
-            let server = Server::new(gateway, state.connection_limits.clone(), listener_metrics, self.stop);
+            // Each request asks whether the gateway drains, which takes the mutex of the token. Workers must not share it.
+            let drain = self.stop.child_token();
+            let server = Server::new(gateway, state.connection_limits.clone(), listener_metrics, drain);
             // Ignore a send error, which means that the receiver was dropped.
             let _ = ready_sender.send(());
             drop(ready_sender);
