@@ -347,7 +347,7 @@ const WITH_TOKEN: &str = "data-token=\"required\"";
 
 const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
 
-const FILES: [(&str, &str, &str); 10] = [
+const FILES: [(&str, &str, &str); 11] = [
     ("/page.css", "text/css; charset=utf-8", include_str!("admin/dashboard/page.css")),
     ("/page.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/page.js")),
     ("/api.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/api.js")),
@@ -358,6 +358,7 @@ const FILES: [(&str, &str, &str); 10] = [
     ("/inspect.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/inspect.js")),
     ("/limits.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/limits.js")),
     ("/tokens.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/tokens.js")),
+    ("/usage.js", JAVASCRIPT_TYPE, include_str!("admin/dashboard/usage.js")),
 ];
 
 /// Content Security Policy. The browser loads scripts and styles only from the gateway: inline code, other origins and

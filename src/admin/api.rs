@@ -553,6 +553,7 @@ async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
     };
     let [from, to] = ["from", "to"].map(|name| date(&mut query, name));
     let limit = query.take("limit");
+    let count = query.number("count", 1..=MAX_ROWS as u64, MAX_ROWS as u64)? as usize;
     let identity = match IdentityQuery::from_query(query)? {
         IdentityQuery::Parts(parts) if parts.is_empty() => None,
         IdentityQuery::Parts(parts) => Some(IdentityFilter::Parts(parts)),
@@ -574,7 +575,11 @@ async fn usage(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
             ApiError::bad_request(format!("{error}: select fewer totals with `limit`, `from`, `to` or an identity"))
         }
     })?;
-    Ok(json_response(StatusCode::OK, &UsageReport::new(context.config, &usage_query, &filter, rows, by)))
+    let mut report = UsageReport::new(context.config, &usage_query, &filter, rows, by);
+    if count < MAX_ROWS {
+        report.keep_highest(count);
+    }
+    Ok(json_response(StatusCode::OK, &report))
 }
 
 fn date(query: &mut QueryParams, name: &str) -> Result<Option<Date>> {

@@ -301,6 +301,21 @@ impl UsageReport {
     }
 }
 
+impl UsageReport {
+    /// Keep only the `count` entries of each limit with the highest cost, highest first. The totals do not change.
+    pub fn keep_highest(&mut self, count: usize) {
+        self.usage.sort_by(|a, b| a.limit.cmp(&b.limit).then(b.cost.cmp(&a.cost)));
+        let (mut limit, mut kept) = (String::new(), 0);
+        self.usage.retain(|entry| {
+            if entry.limit != limit {
+                (limit, kept) = (entry.limit.clone(), 0);
+            }
+            kept += 1;
+            kept <= count
+        });
+    }
+}
+
 /// Return the names of consumers by identity hash, for each limit by API key alone. A hash cannot be inverted, so this
 /// function computes the hash of each consumer.
 fn consumer_names(config: &CompiledConfig, rows: &[UsageRow]) -> HashMap<Box<str>, HashMap<u128, String>> {

@@ -849,6 +849,9 @@ fn api_returns_the_totals_of_both_stores() {
         assert_eq!(costs, [3, 2, 1], "{all}");
         assert_eq!((&all["usage"][0]["consumer"], &all["usage"][2]["consumer"]), (&"acme".into(), &Value::Null));
         assert_eq!(all["totals"], serde_json::json!([{"limit": "l", "unit": "requests", "cost": 6}]));
+        let highest = totals("?by=identity&count=2");
+        assert_eq!(highest["usage"].as_array().unwrap()[..], all["usage"].as_array().unwrap()[..2]);
+        assert_eq!(highest["totals"], all["totals"], "the totals contain all entries");
         let hash = all["usage"][2]["identity"].as_str().unwrap();
         assert_eq!(totals(&format!("?identity={hash}"))["totals"][0]["cost"], 1);
         assert_eq!(totals("?limit=l&api-key=beta&by=month")["totals"][0]["cost"], 2);
@@ -857,6 +860,7 @@ fn api_returns_the_totals_of_both_stores() {
             ("?limit=m", 404, "unknown limit `m`"),
             ("?by=year", 400, "day, month, identity"),
             ("?from=now", 400, "`from` must be a date"),
+            ("?count=0", 400, "`count` must be an integer from 1"),
             ("?identity=acme", 400, "32 hexadecimal digits"),
             ("?api-key=stranger", 400, "no consumer"),
             ("?from=2026-02-01&to=2026-01-01", 400, "is after"),

@@ -38,10 +38,13 @@ class Redis:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        self.start()
+        return self
+
+    def start(self):
         self.process = subprocess.Popen(
             ["redis-server", "--port", str(self.port), "--save", "", "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL
         )
-        return self
 
     def __exit__(self, *_):
         self.process.kill()
@@ -70,6 +73,7 @@ on_unknown = "accept"
 by = "user:x-user-id"
 quota = "20/1d"
 algorithm = "fixed-window"
+usage = true
 [limit.per-key]
 by = "api-key"
 quota = "100/min"
@@ -183,19 +187,47 @@ def moving(browser):
     browser.until("the store is told", lambda: "yes" in browser.text("#store"))
 
 
+LINES = """
+const place = (box) => [Math.round(box.left), Math.round(box.right), Math.round(box.top + box.height / 2)];
+const frame = document.querySelector('#lines').getBoundingClientRect();
+const box = (key) => {
+  const [list, ...name] = key.split(' ');
+  return place(document.querySelector(`#${list} [data-key="${name.join(' ')}"]`).getBoundingClientRect());
+};
+return [...document.querySelectorAll('#lines path')].map((path) => {
+  const [from, to] = path.dataset.key.split(' > ');
+  const [start, end] = [path.getPointAtLength(0), path.getPointAtLength(path.getTotalLength())];
+  const [first, last] = [box(from), box(to)];
+  const isJoined = Math.abs(start.x + frame.left - first[1]) < 2 && Math.abs(start.y + frame.top - first[2]) < 2
+    && Math.abs(end.x + frame.left - last[0]) < 2 && Math.abs(end.y + frame.top - last[2]) < 2;
+  return [path.dataset.key, isJoined, Number(path.getAttribute('stroke-width')), path.className.baseVal];
+});
+"""
+
+
 def flow(browser):
-    lane = "#lanes [data-key=hello]"
-    browser.until("the route has its denials", lambda: re.search(r"[1-9][0-9.,]*/s denied", browser.text(f"{lane} .gate")))
-    chips = browser.text(f"{lane} .chips").split("\n")
-    expect(chips == ["per-user", "in-all", "on-trial (shadow)"], f"the limits are in the order of the route: {chips}")
-    expect("responds with 200" in browser.text(f"{lane} .target"), "the gateway responds itself")
+    def node(column, key):
+        return browser.text(f"#{column} [data-key='{key}']")
+    browser.until("the route has its denials", lambda: re.search(r"[1-9][0-9.,]*/s denied", node("lanes", "hello")))
+    browser.until("the limit has them as well", lambda: re.search(r"[1-9][0-9.,]*/s denied", node("gates", "per-user")))
+    browser.until("the route has its p95", lambda: "p95" in node("lanes", "hello"))
+    browser.until("errors are told at the upstream", lambda: re.search(r"api\s.*/s errors", node("targets", "upstream api"), re.S))
     browser.until("errors are told by status", lambda: re.search(r"502/s\s+[1-9]", browser.text("#codes dl")))
-    browser.until("the route has its p95", lambda: "p95" in browser.text(f"{lane} .target"))
-    browser.until("errors are told at the upstream", lambda: re.search(
-        r"api\s.*errors", browser.text("#lanes [data-key=gone] .target"), re.S))
-    sizes = browser.run("return [...document.querySelectorAll(arguments[0] + ' .pipe')]"
-                        ".map((pipe) => pipe.querySelectorAll('.denied').length)", lane)
-    expect(sizes == [1, 0], f"denied requests end at the limits: {sizes}")
+    keys = browser.run("return ['lanes', 'gates', 'targets'].map((id) => [...document.getElementById(id).children].map((node) => node.dataset.key))")
+    expect(keys == [["hello", "open", "gone"], ["per-user", "in-all", "on-trial", "no limits"], ["respond", "upstream api"]],
+           f"there is one node for each route, limit and upstream: {keys}")
+    way = browser.text("#lanes [data-key=hello] .way")
+    expect(way == "per-user, in-all, on-trial (shadow) → responds with 200", f"the way of a route is told in words: {way}")
+    lines = {key: rest for key, *rest in browser.run(LINES)}
+    expect(sorted(lines) == sorted([
+        "lanes hello > gates per-user", "lanes hello > gates in-all", "lanes hello > gates on-trial", "lanes open > gates in-all",
+        "lanes gone > gates no limits", "gates no limits > targets upstream api", "gates per-user > targets respond", "gates in-all > targets respond",
+        "gates on-trial > targets respond"]), f"the lines are those of the routes: {lines.keys()}")
+    apart = [key for key, (is_joined, *_) in lines.items() if not is_joined]
+    expect(not apart, f"each line joins its nodes: {apart}")
+    widths = {key: width for key, (_, width, _) in lines.items()}
+    expect(widths["lanes hello > gates per-user"] > 2 * widths["gates per-user > targets respond"],
+           f"few requests of this route are admitted: {widths}")
 
 
 MANY_ROUTES = """
@@ -203,8 +235,9 @@ return import('/flow.js').then(({ showFlow }) => {
   const routes = Array.from({ length: 8 }, (_, index) => ({ name: `r${index}`, path: '/', upstream: { api: 3, other: 1 } }));
   const totals = new Map(routes.map(({ name }, index) => [name, index]));
   const show = () => {
-    showFlow(routes, { rates: new Map(), totals, latencies: new Map(), upstreams: {}, shadow: new Set() });
-    return [[...document.querySelectorAll('#lanes .route b')].map((name) => name.innerText), document.querySelector('#more-routes').innerText];
+    const none = new Map();
+    showFlow(routes, { rates: none, totals, latencies: none, upstreams: {}, shadow: new Set(), limitRates: none, upstreamRates: none });
+    return [[...document.querySelectorAll('#lanes .node b')].map((name) => name.innerText), document.querySelector('#more-routes').innerText];
   };
   const few = show();
   document.querySelector('#more-routes').click();
@@ -304,6 +337,15 @@ def top(browser):
     bars = browser.run("return [...document.querySelectorAll('#denied tr[data-key^=per-user] .bar span')].map((bar) => bar.style.width)")
     expect(bars == ["100%", "100%"], f"the bars are full: {bars}")
     browser.until("her standing is shown", lambda: "per-user: denied, 0 of 20 remaining" in browser.text("#inspect-result"))
+
+
+def clients(browser):
+    expect(not browser.rows("#top-clients"), "the usage is shown only if it is asked for")
+    browser.run("document.querySelector('#clients button[value=month]').click()")
+    rows = browser.until("the clients are listed", lambda: len(found := browser.rows("#top-clients")) >= 2 and found)
+    expect(len(rows) <= 10 and all(row[1:4] == ["per-user", "20", "requests"] for row in rows[:2]), f"by their usage: {rows}")
+    expect(all(re.fullmatch(r"[0-9]+(\.[0-9]+)? %", row[4]) for row in rows), f"with their share: {rows}")
+    expect(re.search(r"since \d{4}-\d\d-01, highest first", browser.text("#top-clients caption")), browser.text("#top-clients caption"))
 
 
 def resetting(browser, url):
@@ -475,6 +517,42 @@ def stale(browser, gateway, pictures):
     browser.until("the title too", lambda: "ready" in browser.run("return document.title"))
 
 
+def banner(browser, name, pattern, pictures):
+    """Wait for a text in the banner, and look at the page."""
+    text = browser.until(f"the banner tells: {name}", lambda: re.search(pattern, browser.text("#banner"), re.S) and browser.text("#banner"))
+    expect(browser.run("return document.querySelector('#banner').className") == "severe", text)
+    browser.run("scrollTo(0, 0)")
+    for scheme, width in [("light", 1280), ("dark", 1280), ("light", 360)]:
+        browser.see_as(scheme, width)
+        expect(not browser.run(ROUGH_CHECK), f"{name}, {scheme}-{width}: {browser.run(ROUGH_CHECK)}")
+        accessible(browser, f"{name}, {scheme}-{width}")
+        browser.picture(pictures / f"{name}-{scheme}-{width}.png")
+    browser.see_as("light", 1280)
+
+
+def faults(browser, gateway, redis, axe, pictures):
+    """An outage of the store, and a rejected configuration."""
+    browser.run(axe + "; window.axe = axe;")
+    requests = load(f"{gateway.urls[0]}/open", 20000)
+    redis.process.kill()
+    redis.process.wait()
+    try:
+        banner(browser, "outage", r"The store is unavailable.*count by the share of this gateway", pictures)
+        redis.start()
+        browser.until("the outage ends", lambda: "The store is unavailable" not in browser.text("#banner"))
+    finally:
+        requests.kill()
+        requests.wait()
+    path = Path(gateway.folder.name) / "gateway.toml"
+    valid = path.read_text()
+    path.write_text(valid.replace('quota = "20/1d"', 'quota = "20/fortnight"'))
+    gateway.process.send_signal(signal.SIGHUP)
+    banner(browser, "rejected-reload", r"The last reload was rejected; the previous configuration is active.*fortnight", pictures)
+    path.write_text(valid)
+    gateway.process.send_signal(signal.SIGHUP)
+    browser.until("the error goes with the next reload", lambda: "The last reload was rejected" not in browser.text("#banner"))
+
+
 def quiet(browser, admin):
     # An invalid identity or quota gets a 400, which the browser logs to the console.
     said = [entry for entry in browser.log("browser")
@@ -511,6 +589,7 @@ def main():
             hover(browser)
             outliers(browser)
             top(browser)
+            clients(browser)
             resetting(browser, url)
             overriding(browser, url)
             secrets(browser)
@@ -529,6 +608,7 @@ def main():
             "return document.querySelector('#rates .line')?.getAttribute('d') ?? ''"))
         expect("last 5 minutes" in browser.text("#requests figcaption"), "the time range is kept")
         quiet(browser, admin)
+        faults(browser, gateway, redis, axe, pictures)
         gateway.process.kill()
         browser.until("it says that the gateway is gone", lambda: "retrying" in browser.text("#status"))
         browser.until("and that the values are old", lambda: browser.text("#stale"))

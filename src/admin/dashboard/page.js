@@ -7,6 +7,7 @@ import { initFlow, showFlow } from "./flow.js";
 import { initInspectForm, showOverrides, showTopDenied } from "./inspect.js";
 import { showLimits } from "./limits.js";
 import { clearTokens, showTokens, showTopCosts } from "./tokens.js";
+import { initUsage, showUsageSection } from "./usage.js";
 
 /** The rates of limits and routes are averages over this many seconds. */
 const RATE_SECONDS = 10;
@@ -151,21 +152,25 @@ function showRecent() {
   const isIdle = !event.unmatched && [...totals.values()].every((total) => !total);
   find("#first-run").hidden = !isIdle || !example;
   setText(find("#first-run code"), example ?? "");
-  if (configuration) showFlow(configuration.route ?? [], { rates, totals, latencies, upstreams, shadow });
-
+  const decisionsBefore = new Map(first.limits.map(({ limit, decisions }) => [limit, decisions]));
+  const limitRates = new Map(event.limits.map(({ limit, decisions }) => {
+    const rate = (...kinds) => kinds.reduce((sum, kind) => sum + (rateBetween(decisions[kind], decisionsBefore.get(limit)?.[kind], elapsed) ?? 0), 0);
+    return [limit, { allowed: rate("allowed", "local_allowed"), denied: rate("denied", "local_denied"), shadow_denied: rate("shadow_denied") }];
+  }));
   const upstreamsBefore = new Map(first.upstreams.map((upstream) => [upstream.upstream, upstream]));
-  const upstreamRates = new Map(event.upstreams.map((each) => [each.upstream, ["requests", "errors"].map((kind) =>
-    rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed))]));
+  const upstreamRates = new Map(event.upstreams.map((each) => [each.upstream, Object.fromEntries(["requests", "errors"].map((kind) =>
+    [kind, rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed)]))]));
+  if (configuration) showFlow(configuration.route ?? [], { rates, totals, latencies, upstreams, shadow, limitRates, upstreamRates });
   const endpoints = Object.entries(upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
   updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => {
     // The events have rates per upstream, not per endpoint. Show them in the row of the upstream's first endpoint.
     const isFirst = endpoints.findIndex(([name]) => name === upstream) === index;
-    const rates = isFirst ? upstreamRates.get(upstream) ?? [null, null] : null;
+    const { requests = null, errors = null } = upstreamRates.get(upstream) ?? {};
     return {
       key: `${index}`,
       cells: [
         server, upstream, { text: state, kind: endpointKinds[state] ?? "bad" }, numberCell(in_flight),
-        ...(rates ? rates.map(numberCell) : ["", ""]),
+        ...(isFirst ? [requests, errors].map(numberCell) : ["", ""]),
       ],
     };
   }));
@@ -217,6 +222,7 @@ async function showConfiguration() {
   const { file, loaded_at, configuration: written, last_error } = view;
   configuration = written;
   problems = configurationProblems(view);
+  showUsageSection(written);
   setText(find("#config-file"), file);
   setText(find("#loaded-at"), new Date(loaded_at).toLocaleString());
   find("#loaded-at").dateTime = loaded_at;
@@ -348,5 +354,6 @@ setInterval(showLists, LISTS_INTERVAL_MS);
 setInterval(showStale, STALE_CHECK_MS);
 initFlow(draw);
 initInspectForm();
+initUsage();
 initScrollHints();
 run();
