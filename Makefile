@@ -118,19 +118,19 @@ test-stores: tools
 test-ops:
 	mkdir -p target/ops
 	command -v promtool >/dev/null || { cd target/ops && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .; }
-	PATH="$$PATH:target/ops/usr/bin"; promtool check rules ops/alerts.yml && promtool test rules ops/alerts.test.yml && \
+	PATH="$$PATH:$(CURDIR)/target/ops/usr/bin"; promtool check rules ops/alerts.yml && promtool test rules ops/alerts.test.yml && \
 	  promtool check config --syntax-only ops/prometheus.yml
 	@$(call ensure,python3 redis-server npm openssl,python3-venv redis-server npm openssl)
 	python3 -m venv target/ops/python
 	target/ops/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
 	target/ops/python/bin/python tests/ops/manifests.py ops
 	cargo build --locked
-	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/metrics.py target/debug/sluicegate promtool
-	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/incidents.py target/debug/sluicegate prometheus $(CURDIR)/target/ops/incidents
+	PATH="$$PATH:$(CURDIR)/target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/metrics.py target/debug/sluicegate promtool
+	PATH="$$PATH:$(CURDIR)/target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/incidents.py target/debug/sluicegate prometheus $(CURDIR)/target/ops/incidents
 	target/ops/python/bin/python -B tests/ops/memory.py target/debug/sluicegate
 	@$(call helm,target/ops)
 	SOURCE_DATE_EPOCH=0 packaging/chart.py packaging/chart "$$(packaging/version.sh)" target/ops/chart.tgz
-	PATH="$$PATH:target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/chart.py target/debug/sluicegate target/ops/helm/helm promtool target/ops/chart.tgz target/ops/chart
+	PATH="$$PATH:$(CURDIR)/target/ops/usr/bin"; target/ops/python/bin/python -B tests/ops/chart.py target/debug/sluicegate target/ops/helm/helm promtool target/ops/chart.tgz target/ops/chart
 	sed "s|/usr/local/bin|$(CURDIR)/target/debug|" ops/sluicegate.service > target/ops/sluicegate.service
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi

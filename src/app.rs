@@ -46,6 +46,7 @@ use crate::config::error::FileIssues;
 use crate::config::file::ParsedFile;
 use crate::config::gateway::Config;
 use crate::config::sources::STANDARD_INPUT;
+use crate::http::memory_guard::MemoryGuard;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::Counter;
@@ -363,7 +364,7 @@ impl App {
             listener_addresses: self.addresses,
             config_handle: self.config_handle,
             store_name: self.config.store.name.clone(),
-            memory_guard: Arc::default(),
+            memory_guard: Arc::new(MemoryGuard::new(self.sockets.len())),
             memory: Arc::new(MemoryStore::new(self.config.store.max_memory_states, Clock::Store)),
             circuit_breaker: Arc::default(),
             cluster_map: Arc::default(),

@@ -29,11 +29,10 @@ use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 use crate::clock;
-use crate::clock::{LogThrottle, elapsed_since, monotonic};
+use crate::clock::LogThrottle;
 use crate::http::body_limits::BufferBudget;
 use crate::http::flow::ConnectionActivity;
-use crate::identity::client_cert;
-use crate::identity::client_cert::ClientCertificate;
+use crate::identity::client_cert::{ClientCertificate, TlsClient};
 use crate::limiter::metrics::Counter;
 use crate::listener::handshake::{Accepted, LOG_INTERVAL, Protocol, ProxyError, ProxySource};
 use crate::listener::http_connection::{
@@ -182,7 +181,7 @@ impl Server {
         let mut logged_at = None;
         let mut is_delayed = false;
         loop {
-            let delay = self.gateway.memory_guard().accept_delay().filter(|_| !is_delayed);
+            let delay = self.gateway.accept_delay().filter(|_| !is_delayed);
             tokio::select! {
                 biased;
                 () = self.drain.cancelled() => break,
@@ -190,7 +189,6 @@ impl Server {
                 accepted = socket.accept(), if delay.is_none() => match accepted {
                     Ok((stream, address)) => {
                         is_delayed = false;
-                        self.gateway.memory_guard().count_connection();
                         let is_due = logged_at.is_none_or(|at: Instant| at.elapsed() > FULL_LOG_INTERVAL);
                         if self.connection_limits.is_full() && is_due {
                             warn!("max_connections reached; further connections wait");
@@ -226,8 +224,7 @@ impl Server {
         let server = self.clone();
         self.tasks.spawn(async move {
             let _permit = permit;
-            let accepted_at = monotonic();
-            let gateway = server.gateway.clone();
+            let _room = server.gateway.start_connection();
             let force_close = server.force_close.clone();
             let mut waker = SelectiveWaker::new();
             let mut force_closed = pin!(force_close.cancelled());
@@ -242,7 +239,6 @@ impl Server {
             if let Err(error) = closed.await {
                 debug!(%error, "connection ended with an error");
             }
-            gateway.memory_guard().count_end(elapsed_since(accepted_at));
         });
     }
 
@@ -260,6 +256,9 @@ impl Server {
             // Set TCP_NODELAY, because Nagle's algorithm would only delay responses, which the gateway writes in one
             // piece.
             stream.set_nodelay(true)?;
+            if let Some(memory) = &config.server.memory {
+                memory.socket_buffers().apply_to(&stream)?;
+            }
         }
         let settings = config.server.clone();
         // The PROXY header, the TLS handshake and the first request headers share one timeout.
@@ -342,15 +341,12 @@ impl Server {
                 drop((client_hello, tls));
                 let stream = Box::new(stream);
                 let session = stream.get_ref().1;
-                peer.server_name = Some(session.server_name().unwrap_or_default().to_ascii_lowercase().into());
                 self.metrics.record_handshake(session.protocol_version(), session.alpn_protocol());
-                if let (Some(chain @ [certificate, ..]), Some(verifier)) =
-                    (session.peer_certificates(), client_verifier)
-                {
-                    peer.certificate = Some(Arc::new(ClientCertificate::new(chain, verifier)));
-                    peer.certificate_subject =
-                        client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
-                }
+                let certificate = session.peer_certificates().zip(client_verifier).map(|(chain, verifier)| {
+                    ClientCertificate::new(chain, verifier, (clock::unix_us() / 1_000_000) as i64)
+                });
+                let server_name = session.server_name().unwrap_or_default().to_ascii_lowercase().into();
+                peer.tls = Some(Arc::new(TlsClient::new(server_name, certificate.transpose()?)));
                 let protocol = Protocol::from_alpn(session.alpn_protocol());
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
             }

@@ -54,6 +54,7 @@ use crate::http::flow::StreamFlow;
 use crate::http::grpc::CallError;
 use crate::http::headers;
 use crate::http::headers::RenderedValues;
+use crate::http::memory_guard::{MemoryGuard, NoMemory, RoomPermit};
 use crate::http::problem::NO_STORE;
 use crate::http::request_body;
 use crate::http::request_body::{ReplayBody, RequestBody};
@@ -88,7 +89,6 @@ use crate::proxy::record::Record;
 use crate::proxy::rejection::{LlmError, Rejection};
 use crate::proxy::request::{Origin, Peer, RequestHead, TargetedRequest, origin_form};
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::memory::MemoryGuard;
 use crate::snapshot::route_action::{DirectResponse, RouteAction};
 use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::Route;
@@ -154,6 +154,11 @@ impl Gateway {
         self.snapshot.store(Arc::new(snapshot));
     }
 
+    /// Drop the metrics of routes, limits and upstreams that the configuration does not use any more, if they are too many.
+    pub fn drop_unused_metrics(&self) {
+        self.request_metrics.drop_unused();
+    }
+
     /// Return the current configuration.
     pub fn config(&self) -> Arc<CompiledConfig> {
         self.snapshot.load().config.clone()
@@ -189,6 +194,24 @@ impl Gateway {
     /// Return the guard that tells whether the memory of the process is nearly used up.
     pub fn memory_guard(&self) -> &MemoryGuard {
         &self.memory_guard
+    }
+
+    /// Return the time after which this worker may accept the next connection. `None`: at once.
+    pub fn accept_delay(&self) -> Option<Duration> {
+        self.memory_guard.accept_delay(self.worker)
+    }
+
+    /// Count a connection that this worker has accepted. Return `None` without a memory limit.
+    pub fn start_connection(&self) -> Option<RoomPermit> {
+        self.memory_guard.start_connection(self.worker)
+    }
+
+    /// Start a request if there is memory for it. If it may wait, wait for a short time.
+    ///
+    /// # Errors
+    /// The memory is nearly used up, or other requests have used up the room for new ones.
+    pub async fn start_request(&self, may_wait: bool) -> Result<RoomPermit, NoMemory> {
+        self.memory_guard.start_request(self.worker, may_wait).await
     }
 
     /// Record the response to a request that the HTTP parser has rejected.

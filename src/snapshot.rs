@@ -62,6 +62,7 @@ use crate::snapshot::descriptors::{DescriptorHeaders, DescriptorTable};
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::{CompiledLimit, LimitContext};
 use crate::snapshot::listeners::{Acme, AcmeListeners, Listener, ListenerProtocol, ListenerTls, WarningSubject};
+use crate::snapshot::memory::MemoryLimit;
 use crate::snapshot::notify::EventDestination;
 use crate::snapshot::remote_auth::InternalUpstreams;
 use crate::snapshot::routes::{Route, RouteCompiler};
@@ -435,6 +436,8 @@ fn compile(file: &ParsedFile<Config>, reader: &mut Validator<'_>) -> CompiledCon
     }
     decision_routes::check(config, &mut listeners, &routes, &auth, reader);
     upstreams.extend(internal.settings);
+    let socket_buffers = server.memory.as_ref().map(MemoryLimit::socket_buffers);
+    upstreams.iter_mut().for_each(|upstream| upstream.socket_buffers = socket_buffers);
     upstream_tls.extend(internal.tls);
     if let Some(value) = config.server.block_unknown_hosts.as_ref().filter(|_| server.block_unknown_hosts)
         && !table.has_hosts()

@@ -196,17 +196,16 @@ impl ProcessState {
             writer.write_gauge(&[("kind", kind.label())], u64::from(is_successful))?;
         }
         let active = self.config_handle.active();
-        let received = active.config.xds.is_some().then_some(&self.config_handle.received);
-        let mut writer =
-            exposition.gauge("xds_connected", "1 if there is a stream to the management server of `ratelimit.xds`")?;
-        if let Some(received) = received {
-            writer.write_gauge(&[], received.is_connected.load(Ordering::Relaxed).into())?;
-        }
-        let mut writer =
-            exposition.counter("xds_responses", "Responses of the management server of `ratelimit.xds`, by result")?;
-        let counts = received.map(|received| [("accepted", &received.accepted), ("rejected", &received.rejected)]);
-        for (result, count) in counts.into_iter().flatten() {
-            writer.write_counter(&[("result", result)], count.load(Ordering::Relaxed))?;
+        if active.config.xds.is_some() {
+            let received = &self.config_handle.received;
+            exposition
+                .gauge("xds_connected", "1 if there is a stream to the management server of `ratelimit.xds`")?
+                .write_gauge(&[], received.is_connected.load(Ordering::Relaxed).into())?;
+            let mut writer = exposition
+                .counter("xds_responses", "Responses of the management server of `ratelimit.xds`, by result")?;
+            for (result, count) in [("accepted", &received.accepted), ("rejected", &received.rejected)] {
+                writer.write_counter(&[("result", result)], count.load(Ordering::Relaxed))?;
+            }
         }
         exposition
             .gauge("config_info", "1, with the revision of the active configuration")?
@@ -467,6 +466,12 @@ impl ProcessState {
         exposition
             .gauge("memory_used_bytes", "Memory that counts towards the limit; 0 without a limit")?
             .write_gauge(&[], self.memory_guard.used())?;
+        exposition
+            .counter(
+                "memory_ended_responses",
+                "Responses that were ended because their clients did not read while the memory was nearly used up",
+            )?
+            .write_counter(&[], self.memory_guard.ended())?;
         let failing_stores = self.failing_stores();
         exposition
             .gauge("store_up", "1 while all circuit breakers of the store are closed, otherwise 0")?

@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admin::current::ConfigHandle;
 use crate::admin::heartbeats::Heartbeats;
+use crate::http::memory_guard::MemoryGuard;
 use crate::limiter::denial_cache::DenialCache;
 use crate::limiter::memory::MemoryStore;
 use crate::limiter::metrics::{Counter, LimiterMetrics, MetricFamily};
@@ -25,7 +26,6 @@ use crate::listener::metrics::ListenerMetrics;
 use crate::proxy::held_decisions::HeldDecisions;
 use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::listeners::ListenAddress;
-use crate::snapshot::memory::MemoryGuard;
 use crate::telemetry::access_log::TelemetrySinks;
 use crate::upstream::cluster::EndpointStatus;
 

@@ -169,6 +169,10 @@ impl Reloader {
         let change = {
             let gateways = self.gateways.lock();
             gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &clusters));
+            // The workers share the metrics.
+            if let Some(gateway) = gateways.first() {
+                gateway.drop_unused_metrics();
+            }
             let texts = differences.iter().map(ToString::to_string).collect();
             self.state.config_handle.activate(config, clusters, texts)
         };

@@ -6,7 +6,7 @@ use std::future::{Future, pending, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
@@ -16,6 +16,8 @@ use tokio::time;
 
 use crate::clock::monotonic;
 use crate::http::body_limits::{BufferBudget, BufferReservation, LazyTimer, ReadLimit};
+use crate::http::memory_guard::RoomPermit;
+use crate::http::slow_readers::{SLOW_AFTER, SlowReader, SlowReaders};
 
 // === Activity: whether requests are in flight, and since when the connection is idle ===
 
@@ -83,6 +85,8 @@ impl fmt::Debug for ContinuationSlot {
 pub struct InFlightRequest {
     activity: Arc<ConnectionActivity>,
     flow: Arc<StreamFlow>,
+    /// `None` without a memory limit.
+    room: Option<Box<RoomPermit>>,
 }
 
 impl ConnectionActivity {
@@ -230,7 +234,12 @@ impl ConnectionActivity {
 impl InFlightRequest {
     fn new(activity: Arc<ConnectionActivity>, flow: Arc<StreamFlow>) -> Self {
         activity.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlightRequest { activity, flow }
+        InFlightRequest { activity, flow, room: None }
+    }
+
+    /// Hold the room of the request until this handle is dropped.
+    pub fn hold(&mut self, room: RoomPermit) {
+        self.room = Some(Box::new(room));
     }
 
     /// Return an additional handle of this request. The request stays in flight until all its handles are dropped.
@@ -614,22 +623,27 @@ impl Drop for Exchange<'_> {
 }
 
 /// Polls the future that serves a flow. The watchdog stops polling if the client has not read pending data for
-/// `timeout`, or if data is still pending after the deadline of the flow.
+/// `timeout`, if data is still pending after the deadline of the flow, or if the memory is nearly used up and the client
+/// is one of those that have not read for the longest time.
 #[derive(Debug)]
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
     timeout: Duration,
-    /// Value of `StreamFlow::chunk_counter` when the field `deadline` was last set.
+    slow_readers: Arc<SlowReaders>,
+    /// Value of `StreamFlow::chunk_counter` when the field `pending_since` was last set.
     seen_counter: u64,
-    /// Time at which the watchdog stops if the client has not read the pending data by then.
-    deadline: time::Instant,
+    /// Time since which the client has not read the pending data.
+    pending_since: time::Instant,
+    /// The entry of the client in `slow_readers`.
+    slow: Option<Box<SlowReader>>,
     timer: LazyTimer,
 }
 
 impl WriteWatchdog {
     /// Create the watchdog of a flow.
-    pub fn new(timeout: Duration, flow: Arc<StreamFlow>) -> Self {
-        WriteWatchdog { flow, timeout, seen_counter: 0, deadline: *EPOCH, timer: LazyTimer::default() }
+    pub fn new(timeout: Duration, flow: Arc<StreamFlow>, slow_readers: Arc<SlowReaders>) -> Self {
+        let timer = LazyTimer::default();
+        WriteWatchdog { flow, timeout, slow_readers, seen_counter: 0, pending_since: *EPOCH, slow: None, timer }
     }
 
     /// Return the flow that the watchdog observes.
@@ -642,9 +656,13 @@ impl WriteWatchdog {
         if let Poll::Ready(output) = served.poll(cx) {
             return Poll::Ready(Some(output));
         }
+        if self.slow.as_ref().is_some_and(|slow| slow.is_ended()) {
+            return Poll::Ready(None);
+        }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
             // No data is pending, so the client reads the response. The response body enforces its deadline itself.
+            self.slow = None;
             return Poll::Pending;
         }
         if self.flow.is_past_deadline() {
@@ -652,8 +670,16 @@ impl WriteWatchdog {
         }
         if self.seen_counter != counter {
             self.seen_counter = counter;
-            self.deadline = time::Instant::now() + self.timeout;
+            self.pending_since = time::Instant::now();
+            self.slow = None;
         }
-        self.timer.poll(self.deadline, cx).map(|()| None)
+        if self.slow.is_none() && self.slow_readers.has_limit() {
+            ready!(self.timer.poll(self.pending_since + SLOW_AFTER.min(self.timeout), cx));
+            self.slow = Some(Box::new(self.slow_readers.add(self.pending_since)));
+        }
+        if self.slow.as_ref().is_some_and(|slow| slow.poll_ended(cx).is_ready()) {
+            return Poll::Ready(None);
+        }
+        self.timer.poll(self.pending_since + self.timeout, cx).map(|()| None)
     }
 }

@@ -1,5 +1,5 @@
-//! The client certificate of a connection: its subject as an unambiguous string (RFC 4514), and the headers that
-//! forward it to upstreams (RFC 9440).
+//! The client of a TLS connection: whether it has the certificate that its listener demands, the subject of the
+//! certificate as an unambiguous string (RFC 4514), and the headers that forward the certificate to upstreams (RFC 9440).
 
 use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,7 @@ use x509_parser::asn1_rs::ToDer;
 use x509_parser::parse_x509_certificate;
 use x509_parser::x509::{AttributeTypeAndValue, X509Name};
 
-use crate::tls::ClientVerifier;
+use crate::tls::{ClientPolicy, ClientVerifier};
 
 /// Reason why a verified client certificate is rejected.
 #[derive(Debug, thiserror::Error)]
@@ -35,13 +35,34 @@ const CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain
 /// after its own, and servers reject large headers.
 const MAX_CHAIN_HEADER: usize = 16 << 10;
 
+/// The client of a TLS connection.
+#[derive(Debug)]
+pub struct TlsClient {
+    /// Server name (SNI) in lower case. It is empty if the client sent none.
+    pub server_name: Box<str>,
+    /// The verified certificate, if there is one.
+    pub certificate: Option<Box<ClientCertificate>>,
+    /// Whether a request was rejected because the certificate is missing or not trusted any more.
+    is_rejected: AtomicBool,
+}
+
+/// Why the client of an open connection does not meet the demands of its listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CertificateFault {
+    /// A reload has made client certificates mandatory, and the client has none.
+    Missing,
+    /// The certificate has expired, or a reload has removed its CA.
+    Untrusted,
+}
+
 /// The verified certificate of a client, followed by the other certificates that the client sent.
 #[derive(Debug)]
 pub struct ClientCertificate {
+    /// Subject of the certificate. `None` if it is empty.
+    pub subject: Option<Box<str>>,
     chain: Vec<CertificateDer<'static>>,
     headers: OnceLock<Option<CertificateHeaders>>,
     verification: ArcSwap<Verification>,
-    is_rejected: AtomicBool,
 }
 
 /// The last successful verification of a certificate chain.
@@ -62,40 +83,70 @@ pub struct CertificateHeaders {
     pub chain: Option<HeaderValue>,
 }
 
+impl TlsClient {
+    /// Create the client of a new connection.
+    pub fn new(server_name: Box<str>, certificate: Option<ClientCertificate>) -> Self {
+        TlsClient { server_name, certificate: certificate.map(Box::new), is_rejected: AtomicBool::new(false) }
+    }
+
+    /// Check that the client meets a policy at this time, in seconds since the Unix epoch. TLS verifies the certificate
+    /// only in the handshake, and a connection may last longer than the certificate or the policy. After an error, all
+    /// further checks fail, and the connection must be closed.
+    ///
+    /// # Errors
+    /// The certificate is missing or not trusted any more.
+    pub fn check(&self, policy: Option<&ClientPolicy>, now_s: u64) -> Result<(), CertificateFault> {
+        let (fault, is_met) = match &self.certificate {
+            None => (CertificateFault::Missing, !policy.is_some_and(ClientPolicy::requires_certificate)),
+            Some(certificate) => {
+                let verifier = policy.and_then(ClientPolicy::verifier);
+                (CertificateFault::Untrusted, certificate.is_trusted(verifier.as_ref(), now_s))
+            }
+        };
+        if is_met && !self.is_rejected() {
+            return Ok(());
+        }
+        self.is_rejected.store(true, Ordering::Relaxed);
+        Err(fault)
+    }
+
+    /// Return whether a check has failed.
+    pub fn is_rejected(&self) -> bool {
+        self.is_rejected.load(Ordering::Relaxed)
+    }
+}
+
 impl ClientCertificate {
     /// Store the certificates of a TLS session, which `verifier` has verified. The first one is the client's own
-    /// certificate.
-    pub fn new(chain: &[CertificateDer<'_>], verifier: Arc<ClientVerifier>) -> Self {
+    /// certificate. `now_s` is the current time in seconds since the Unix epoch.
+    ///
+    /// # Errors
+    /// The certificate has expired or is malformed.
+    pub fn new(
+        chain: &[CertificateDer<'_>],
+        verifier: Arc<ClientVerifier>,
+        now_s: i64,
+    ) -> Result<Self, ClientCertError> {
+        let own = chain.first().ok_or(ClientCertError::Malformed)?;
+        let subject = subject(own, now_s)?;
         let chain: Vec<_> = chain.iter().map(|certificate| certificate.clone().into_owned()).collect();
         let valid_until_s = next_expiry_s(&chain, i64::MIN);
         let verification = ArcSwap::from_pointee(Verification { verifier, valid_until_s });
-        ClientCertificate { chain, headers: OnceLock::new(), verification, is_rejected: AtomicBool::new(false) }
+        Ok(ClientCertificate { subject, chain, headers: OnceLock::new(), verification })
     }
 
     /// Return whether `verifier` trusts the chain at this time, in seconds since the Unix epoch. The signatures of the
-    /// chain are verified again only if the verifier was replaced, or if a certificate of the chain has expired. After a
-    /// rejection, always return `false`.
-    pub fn is_trusted(&self, verifier: Option<&Arc<ClientVerifier>>, now_s: u64) -> bool {
-        if self.is_rejected() {
-            return false;
-        }
+    /// chain are verified again only if the verifier was replaced, or if a certificate of the chain has expired.
+    fn is_trusted(&self, verifier: Option<&Arc<ClientVerifier>>, now_s: u64) -> bool {
         let last = self.verification.load();
         let is_same = verifier.is_some_and(|verifier| Arc::ptr_eq(verifier, &last.verifier));
         if is_same && now_s as i64 <= last.valid_until_s {
             return true;
         }
-        let Some(verifier) = verifier.filter(|verifier| verifier.trusts(&self.chain, now_s)) else {
-            self.is_rejected.store(true, Ordering::Relaxed);
-            return false;
-        };
+        let Some(verifier) = verifier.filter(|verifier| verifier.trusts(&self.chain, now_s)) else { return false };
         let valid_until_s = next_expiry_s(&self.chain, now_s as i64);
         self.verification.store(Arc::new(Verification { verifier: verifier.clone(), valid_until_s }));
         true
-    }
-
-    /// Return whether a request was rejected because the chain is not trusted any more. The connection is then closed.
-    pub fn is_rejected(&self) -> bool {
-        self.is_rejected.load(Ordering::Relaxed)
     }
 
     /// Return the header values. They are encoded at the first call.

@@ -159,6 +159,15 @@ impl<T: Default> MetricFamily<T> {
         Some(metrics.entry(name.into()).or_default().entry(worker).or_default().clone())
     }
 
+    /// Drop the metrics of which only this family has a reference, if they have more than `max` names.
+    pub fn drop_unused(&self, max: usize) {
+        let is_unused = |workers: &ByWorker<T>| workers.values().all(|metrics| Arc::strong_count(metrics) == 1);
+        let mut metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if metrics.values().filter(|workers| is_unused(workers)).count() > max {
+            metrics.retain(|_, workers| !is_unused(workers));
+        }
+    }
+
     /// Return the metrics of all workers, sorted by name.
     pub fn all(&self) -> Vec<(Box<str>, Vec<Arc<T>>)> {
         let metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -191,5 +200,20 @@ mod tests {
         assert_eq!((&*all[0].0, all[0].1[0].values(), all[0].1[1].values()), ("a", [0, 2], [0, 1]));
         assert!(family.get_within(2, "b", 0).is_some() && family.get_within(2, "a", 2).is_some());
         assert!(family.get_within(2, "c", 0).is_none());
+    }
+
+    #[test]
+    fn unused_names_are_dropped_if_there_are_too_many() {
+        let family = MetricFamily::<Counter<1>>::default();
+        let used = family.get_or_create("used", 0);
+        for name in ["a", "b"] {
+            family.get_or_create(name, 0).increment(0);
+        }
+        let names = || family.all().into_iter().map(|(name, _)| name.to_string()).collect::<Vec<_>>();
+        family.drop_unused(2);
+        assert_eq!(names(), ["a", "b", "used"], "two names are not more than two");
+        family.drop_unused(1);
+        assert_eq!(names(), ["used"]);
+        drop(used);
     }
 }

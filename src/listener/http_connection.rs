@@ -30,8 +30,10 @@ use crate::http::body::{Body, complete_response};
 use crate::http::body_limits::{BufferBudget, INSPECTED_SHARE};
 use crate::http::flow::{ConnectionActivity, Continuation, InFlightRequest, StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
+use crate::http::memory_guard::NoMemory;
 use crate::http::problem::Problem;
 use crate::http::request_body::RequestBody;
+use crate::http::slow_readers::SlowReaders;
 use crate::http::upgrade;
 use crate::listener::handshake::{LOG_INTERVAL, Protocol};
 use crate::listener::stream::MonitoredStream;
@@ -173,12 +175,17 @@ struct ConnectionStreams {
     /// Budget of inspected request bodies, which the gateway reads before it forwards the request. They have a separate
     /// budget, because the gateway holds a whole inspected body in memory, and the body may be larger than `budget`.
     inspected: Arc<BufferBudget>,
+    slow_readers: Arc<SlowReaders>,
     /// Number of requests that the client has reset, and for which an upstream may still be working.
     abandoned: AtomicUsize,
     drain: CancellationToken,
 }
 
 impl HttpConnection {
+    fn slow_readers(&self) -> Arc<SlowReaders> {
+        self.gateway.memory_guard().slow_readers.clone()
+    }
+
     /// Log that the client reset too many requests, at most once per [`LOG_INTERVAL`].
     fn log_too_many_resets(&self) {
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
@@ -237,7 +244,8 @@ impl HttpConnection {
                 closed
             }
             Protocol::Http2 => {
-                let executor = StreamExecutor::new(settings, self.buffer_budget.clone(), self.drain.clone());
+                let executor =
+                    StreamExecutor::new(settings, self.buffer_budget.clone(), self.slow_readers(), self.drain.clone());
                 let service = service_fn(|request| self.serve_stream(&executor, request));
                 let mut builder = http2_builder(settings, executor.clone());
                 if self.has_websockets {
@@ -310,7 +318,7 @@ impl HttpConnection {
     {
         let settings = &self.settings;
         let mut connection = pin!(connection);
-        let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone());
+        let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone(), self.slow_readers());
         let mut drain_started = pin!(self.drain.cancelled());
         let mut graceful_shutdown = Some(graceful_shutdown);
         let mut is_draining = false;
@@ -536,13 +544,19 @@ where
 impl StreamExecutor {
     /// Create the executor of a connection. `budget` is the memory budget of all connections. The streams of this
     /// connection may use a part of this budget.
-    fn new(settings: &ServerSettings, budget: Arc<BufferBudget>, drain: CancellationToken) -> Self {
+    fn new(
+        settings: &ServerSettings,
+        budget: Arc<BufferBudget>,
+        slow_readers: Arc<SlowReaders>,
+        drain: CancellationToken,
+    ) -> Self {
         let max_inspected = (settings.max_buffered / INSPECTED_SHARE).max(settings.inspect_body);
         let inspected = Arc::new(BufferBudget::with_parent(budget.clone(), max_inspected));
         let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
         let abandoned = Default::default();
         let body_idle_timeout = settings.body_idle_timeout;
-        StreamExecutor(Arc::new(ConnectionStreams { body_idle_timeout, budget, inspected, abandoned, drain }))
+        let streams = ConnectionStreams { body_idle_timeout, budget, inspected, slow_readers, abandoned, drain };
+        StreamExecutor(Arc::new(streams))
     }
 
     /// Create the flow of the stream that hyper passes to the executor next.
@@ -560,7 +574,7 @@ impl StreamExecutor {
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
         let flow = NEXT_FLOW.take().unwrap_or_else(|| self.new_flow());
-        let mut watchdog = WriteWatchdog::new(self.0.body_idle_timeout, flow.clone());
+        let mut watchdog = WriteWatchdog::new(self.0.body_idle_timeout, flow.clone(), self.0.slow_readers.clone());
         let mut stream = Box::pin(stream);
         let streams = self.0.clone();
         tokio::spawn(async move {
@@ -630,7 +644,7 @@ fn serve_request(
     gateway: Arc<Gateway>,
     peer: Arc<Peer>,
     serves: ListenerProtocol,
-    in_flight: InFlightRequest,
+    mut in_flight: InFlightRequest,
     request: Request<Incoming>,
     is_refused: impl FnOnce() -> bool + Send + 'static,
 ) -> Pin<Box<HandledRequest>> {
@@ -652,8 +666,12 @@ fn serve_request(
         if is_refused() {
             return Err(h2::Reason::REFUSED_STREAM.into());
         }
-        if gateway.memory_guard().is_full() {
-            return refuse_for_memory(&gateway, http2);
+        if gateway.memory_guard().has_limit() {
+            // Box the future, because requests without a memory limit need no space for it.
+            match boxed(|| gateway.start_request(!http2)).await {
+                Ok(room) => in_flight.hold(room),
+                Err(NoMemory) => return refuse_for_memory(&gateway, http2),
+            }
         }
         if let Some(bodies) = unfinished_bodies
             && !in_flight.flow().wait_for_bodies(bodies).await

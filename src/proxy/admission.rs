@@ -14,11 +14,11 @@ use tokio::time::Instant;
 use tracing::debug;
 
 use crate::boxed::boxed;
-use crate::clock;
 use crate::http::cors::CorsDecision;
 use crate::http::headers::is_grpc_call;
 use crate::identity::access::AccessRules;
 use crate::identity::auth::{Credentials, Verified};
+use crate::identity::client_cert::CertificateFault;
 use crate::identity::consumer::Caller;
 use crate::identity::spec::RequestAttributes;
 use crate::identity::verification::{AuthError, Verification};
@@ -34,13 +34,12 @@ use crate::proxy::llm;
 use crate::proxy::llm::{LlmRequest, UpstreamPaths};
 use crate::proxy::rate_limit::{Credential, build_checks, build_open_checks, make_refundable};
 use crate::proxy::rejection::{AuthRejection, InspectError, LlmError, Rejection};
-use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest};
+use crate::proxy::request::{Origin, RequestHead, RequestTarget, TargetedRequest, check_certificate};
 use crate::routing::NoMatch;
 use crate::routing::condition::RouteBody;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::listeners::{Listener, ListenerProtocol};
 use crate::snapshot::routes::{Route, RouteLimits};
-use crate::tls::ClientPolicy;
 
 /// Path of HTTP-01 challenges, without the token at its end (RFC 8555 §8.3).
 const HTTP_CHALLENGE_PATH: &str = "/.well-known/acme-challenge/";
@@ -284,7 +283,7 @@ async fn run<'a, I: AdmissionIo>(
     if route.max_body.is_some_and(|max| io.body_length(head) > max) {
         return Err(Rejection::BodyTooLarge);
     }
-    check_certificate(facts.config, &origin, route)?;
+    check_client(facts.config, &origin, route)?;
     let rewritten_target = target.rewrite(route, head.uri.query())?;
     // Authentication, as far as it is possible without waiting.
     let verified = verify_at_once(io, facts, &request, route);
@@ -470,32 +469,22 @@ async fn inspect<'a, I: AdmissionIo>(
 /// host. Otherwise, a client could get the certificate of one host verified and send its requests to another host.
 /// HTTP/2 clients reuse connections for all names of the server certificate (RFC 9113 §9.1.1).
 fn check_server_name<'a>(config: &CompiledConfig, host: &str, origin: &Origin<'_>) -> Result<(), Rejection<'a>> {
-    let Some(server_name) = origin.server_name else { return Ok(()) };
+    let Some(client) = origin.tls else { return Ok(()) };
     let tls = config.listeners.get(origin.listener).and_then(|listener| listener.tls.as_ref());
     match tls.map(|tls| &tls.tls).filter(|tls| tls.has_host_policies()) {
-        Some(tls) if tls.policy_index(host) != tls.policy_index(server_name) => Err(Rejection::Misdirected),
+        Some(tls) if tls.policy_index(host) != tls.policy_index(&client.server_name) => Err(Rejection::Misdirected),
         Some(_) | None => Ok(()),
     }
 }
 
-/// Check that the client certificate of the connection is still valid and trusted. TLS verifies it only in the handshake,
-/// and a connection may last longer than the certificate or the CA certificates. The listener closes a connection whose
-/// certificate was rejected.
-fn check_certificate<'a>(config: &CompiledConfig, origin: &Origin<'_>, route: &'a Route) -> Result<(), Rejection<'a>> {
-    let tls = config.listeners.get(origin.listener).and_then(|listener| listener.tls.as_ref());
-    let policy = tls.map(|tls| tls.tls.policy(origin.server_name.unwrap_or_default()));
-    let Some(certificate) = origin.certificate else {
-        // A reload has made the certificate mandatory: the client must connect again.
-        return match origin.server_name.is_some() && policy.is_some_and(ClientPolicy::requires_certificate) {
-            true => Err(Rejection::Misdirected),
-            false => Ok(()),
-        };
-    };
-    let verifier = policy.and_then(ClientPolicy::verifier);
-    match certificate.is_trusted(verifier.as_ref(), clock::unix_us() / 1_000_000) {
-        true => Ok(()),
-        false => Err(not_authenticated(route, AuthError::UntrustedCertificate)),
-    }
+/// Check that the client still has the certificate that the configuration demands. The listener closes the connection of
+/// a client that has not.
+fn check_client<'a>(config: &CompiledConfig, origin: &Origin<'_>, route: &'a Route) -> Result<(), Rejection<'a>> {
+    let Some(client) = origin.tls else { return Ok(()) };
+    check_certificate(client, config, origin.listener).map_err(|fault| match fault {
+        CertificateFault::Missing => Rejection::Misdirected,
+        CertificateFault::Untrusted => not_authenticated(route, AuthError::UntrustedCertificate),
+    })
 }
 
 /// Verify the credentials of a request, as far as it is possible without waiting. If the route has no providers, this

@@ -176,9 +176,7 @@ impl From<BodyError> for ApiError {
 
 /// Check that the peer may use the listener, and the method and the token of its call.
 pub(super) fn authorize<B>(request: &Request<B>, peer: &Peer, config: &CompiledConfig) -> Result<(), ApiError> {
-    if !decisions::may_ask(peer, config) {
-        return Err(ApiError::new(StatusCode::FORBIDDEN, "the client network may not use this listener"));
-    }
+    peer.check_listener(config).map_err(|error| ApiError::new(error.status(), error.to_string()))?;
     let settings = decisions::settings(config, peer.listener);
     let Some(token) = settings.and_then(|settings| settings.api_token.as_ref()) else {
         let detail = "the API is off: set `api_token` in the [[listener]]";

@@ -13,7 +13,7 @@ use http::uri::{PathAndQuery, Uri};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use tracing::warn;
 
-use crate::clock::{LogThrottle, unix_us};
+use crate::clock::LogThrottle;
 use crate::http::body::Body;
 use crate::http::headers;
 use crate::http::headers::{X_FORWARDED_HOST, X_FORWARDED_PROTO};
@@ -179,7 +179,8 @@ impl ClientRequest {
 
 /// Check that the peer may ask for decisions, and that the client's headers cannot be mistaken for identity headers.
 pub(super) fn check_proxy(peer: &Peer, headers: &HeaderMap, config: &CompiledConfig) -> Result<(), DescriptionError> {
-    if !peer.forwarded.trusted || !may_ask(peer, config) {
+    peer.check_listener(config)?;
+    if !peer.forwarded.trusted {
         return Err(DescriptionError::NotTrusted);
     }
     let settings = settings(config, peer.listener);
@@ -195,15 +196,6 @@ pub(super) fn check_headers(headers: &HeaderMap, settings: Option<&DecisionSetti
         Some(name) => Err(DescriptionError::Forged(name.clone())),
         None => Ok(()),
     }
-}
-
-/// Return whether a peer may use the listener, and its certificate is still valid and trusted.
-pub(super) fn may_ask(peer: &Peer, config: &CompiledConfig) -> bool {
-    let Some(listener) = config.listeners.get(peer.listener) else { return false };
-    let is_allowed = listener.access.as_ref().is_none_or(|access| access.decide(peer.address).is_allowed());
-    let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.policy("").verifier());
-    let now = unix_us() / 1_000_000;
-    is_allowed && peer.certificate.as_ref().is_none_or(|certificate| certificate.is_trusted(verifier.as_ref(), now))
 }
 
 /// Return the settings of the listener with this index.

@@ -171,7 +171,7 @@ impl<'f> Forwarding<'f> {
             length: request.body().size_hint().exact(),
             header_rules: rules,
             header_values: &header_values,
-            client_cert: upstream.sends_client_cert().then_some(peer.certificate.as_deref()),
+            client_cert: upstream.sends_client_cert().then_some(peer.certificate()),
         };
         let upgrade_request = prepare_upstream_headers(config, route, request, info);
         if self.reads_response {

@@ -290,7 +290,10 @@ impl Rejection<'_> {
             }
             Rejection::Undescribed(error) => {
                 let (status, outcome) = match &error {
-                    DescriptionError::NotTrusted => (StatusCode::FORBIDDEN, RequestOutcome::Forbidden),
+                    // Proxies pass the status on to their clients, for which 421 would be about their own connection.
+                    DescriptionError::Peer(_) | DescriptionError::NotTrusted => {
+                        (StatusCode::FORBIDDEN, RequestOutcome::Forbidden)
+                    }
                     DescriptionError::UnknownEndpoint | DescriptionError::OnlyPrograms => {
                         (StatusCode::NOT_FOUND, RequestOutcome::NoRoute)
                     }
@@ -636,7 +639,9 @@ impl Rejection<'_> {
             }
             Rejection::Forbidden
             | Rejection::RateLimited { .. }
-            | Rejection::Undescribed(DescriptionError::NotTrusted) => "sluicegate;error=http_request_denied",
+            | Rejection::Undescribed(DescriptionError::Peer(_) | DescriptionError::NotTrusted) => {
+                "sluicegate;error=http_request_denied"
+            }
             Rejection::Identity(error) if error.is_credential_error() => "sluicegate;error=http_request_denied",
             Rejection::Auth(rejection) if rejection.error.is_unavailable() => "sluicegate;error=proxy_internal_error",
             Rejection::Auth(rejection) if rejection.error.status() != StatusCode::BAD_REQUEST => {

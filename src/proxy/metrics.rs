@@ -294,6 +294,33 @@ pub struct RequestMetrics {
     pub learned_output: Arc<LearnedOutput>,
 }
 
+/// Maximum number of names of a metric, such as routes, that the configuration does not use any more.
+const MAX_UNUSED_NAMES: usize = 1000;
+
+impl RequestMetrics {
+    /// Drop the metrics of names that the configuration does not use any more, if they are too many.
+    pub fn drop_unused(&self) {
+        let most = MAX_UNUSED_NAMES;
+        self.routes.drop_unused(most);
+        self.statuses.drop_unused(most);
+        self.outcomes.drop_unused(most);
+        self.limits.drop_unused(most);
+        self.tokens.drop_unused(most);
+        self.descriptors.drop_unused(most);
+        self.unmatched_descriptors.drop_unused(most);
+        self.hits.drop_unused(most);
+        self.token_kinds.drop_unused(most);
+        self.denied_requests.drop_unused(most);
+        self.top_denied.drop_unused(most);
+        self.top_costs.drop_unused(most);
+        self.upstreams.drop_unused(most);
+        self.retries.drop_unused(most);
+        self.upstream_failures.drop_unused(most);
+        self.forward_auth.drop_unused(most);
+        self.mirrors.drop_unused(most);
+    }
+}
+
 /// Permits to parse long request bodies on blocking threads: one for every two processors, so that the workers do not
 /// wait for a processor.
 #[derive(Debug)]

@@ -87,7 +87,7 @@ impl Selected<'_> {
         // Set or remove the client certificate headers again, because `client_cert_header` of the copy's upstream may
         // differ from that of `original`.
         if upstream.sends_client_cert() || original.sends_client_cert() {
-            let certificate = peer.certificate.as_deref().filter(|_| upstream.sends_client_cert());
+            let certificate = peer.certificate().filter(|_| upstream.sends_client_cert());
             ClientCertificate::set_headers(certificate, head.headers_mut());
         }
         let host = match upstream.host() {

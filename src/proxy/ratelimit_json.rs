@@ -22,7 +22,7 @@ use crate::payload::envoy::{
 };
 use crate::proxy::body;
 use crate::proxy::metrics::CallResult;
-use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService, check_peer};
+use crate::proxy::ratelimit_service::{MAX_MESSAGE, RateLimitService};
 use crate::proxy::request::Peer;
 use crate::telemetry::trace::TraceParent;
 
@@ -33,8 +33,8 @@ pub(super) async fn answer(
     peer: &Peer,
     flow: &Arc<StreamFlow>,
 ) -> Response<Body> {
-    let mut response = match (check_peer(service.snapshot, peer), request.uri().path()) {
-        (Err(error), _) => plain(StatusCode::FORBIDDEN, error.message),
+    let mut response = match (peer.check_listener(&service.snapshot.config), request.uri().path()) {
+        (Err(error), _) => plain(error.status(), &error.to_string()),
         (Ok(()), "/json") => {
             let response = decide(service, &mut request, peer).await;
             response.unwrap_or_else(|error| plain(StatusCode::BAD_REQUEST, &error))

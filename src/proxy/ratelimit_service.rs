@@ -11,7 +11,7 @@ use prost::Message;
 use tokio::time::timeout;
 use tracing::warn;
 
-use crate::clock::{LogThrottle, monotonic, unix_us};
+use crate::clock::{LogThrottle, monotonic};
 use crate::http::body::Body;
 use crate::http::body_limits::INSPECTED_SHARE;
 use crate::http::flow::StreamFlow;
@@ -97,7 +97,7 @@ impl RateLimitService<'_> {
         is_draining: bool,
         received_at: Instant,
     ) -> Result<Response<Body>, CallError> {
-        check_peer(self.snapshot, peer)?;
+        peer.check_listener(&self.snapshot.config)?;
         if !headers::is_grpc_call(request.method(), request.version(), request.headers()) {
             return Err(CallError::new(Status::Unimplemented, "this listener serves only gRPC calls"));
         }
@@ -235,23 +235,6 @@ impl RateLimitService<'_> {
 fn encode(message: &impl Message, bytes: &mut BytesMut) {
     // `BytesMut` grows, so the encoding cannot fail.
     let _ = message.encode(bytes);
-}
-
-/// Check that the client may use the listener, and that its certificate is still valid and trusted.
-pub(super) fn check_peer(snapshot: &ConfigSnapshot, peer: &Peer) -> Result<(), CallError> {
-    let Some(listener) = snapshot.config.listeners.get(peer.listener) else { return Ok(()) };
-    if let Some(access) = &listener.access
-        && !access.decide(peer.address).is_allowed()
-    {
-        return Err(CallError::new(Status::PermissionDenied, "the client network may not use this listener"));
-    }
-    let verifier = listener.tls.as_ref().and_then(|tls| tls.tls.policy("").verifier());
-    match &peer.certificate {
-        Some(certificate) if !certificate.is_trusted(verifier.as_ref(), unix_us() / 1_000_000) => {
-            Err(CallError::new(Status::Unauthenticated, "the client certificate is not trusted any more"))
-        }
-        Some(_) | None => Ok(()),
-    }
 }
 
 fn health(message: ReadMessage, is_unhealthy: bool) -> Result<HealthCheckResponse, CallError> {

@@ -4,8 +4,10 @@ use std::time::Duration;
 
 use http::{HeaderName, Method, StatusCode};
 
+use crate::http::grpc::{CallError, Code};
 use crate::http::target::PathError;
 use crate::identity::auth::Challenge;
+use crate::identity::client_cert::CertificateFault;
 use crate::identity::spec::IdentityError;
 use crate::identity::verification::AuthError;
 use crate::limiter::decision::Decision;
@@ -111,12 +113,57 @@ impl Rejection<'_> {
     }
 }
 
+/// The reason why a peer may not use a listener that answers other proxies and programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{}", self.detail())]
+pub enum PeerError {
+    /// The access rules do not permit its network.
+    Network,
+    /// It has not the client certificate that the listener demands now. The listener closes the connection.
+    Certificate(CertificateFault),
+}
+
+impl PeerError {
+    fn detail(self) -> &'static str {
+        match self {
+            PeerError::Network => "the client network may not use this listener",
+            PeerError::Certificate(CertificateFault::Missing) => {
+                "this listener demands a client certificate since a reload: connect again"
+            }
+            PeerError::Certificate(CertificateFault::Untrusted) => {
+                "the client certificate is not trusted any more: connect again"
+            }
+        }
+    }
+
+    /// Return the status of the response to a program.
+    pub fn status(self) -> StatusCode {
+        match self {
+            PeerError::Certificate(CertificateFault::Missing) => StatusCode::MISDIRECTED_REQUEST,
+            PeerError::Network | PeerError::Certificate(CertificateFault::Untrusted) => StatusCode::FORBIDDEN,
+        }
+    }
+}
+
+impl From<PeerError> for CallError {
+    fn from(error: PeerError) -> Self {
+        let code = match error {
+            PeerError::Network => Code::PermissionDenied,
+            PeerError::Certificate(_) => Code::Unauthenticated,
+        };
+        CallError::new(code, error.detail())
+    }
+}
+
 /// The reason why a request for a decision describes no request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DescriptionError {
     /// The listener serves only programs.
     #[error("the listener has `settle_timeout`, so it answers only calls of the JSON API")]
     OnlyPrograms,
+    /// The peer may not use the listener.
+    #[error(transparent)]
+    Peer(#[from] PeerError),
     /// The peer may not describe requests.
     #[error("only trusted proxies may ask for decisions: add the proxy to `trusted_proxies` in [client_ip]")]
     NotTrusted,

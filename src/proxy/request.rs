@@ -13,11 +13,11 @@ use crate::http::cors;
 use crate::http::headers::{ForwardedInfo, http1_header_count};
 use crate::http::target::{canonical_path, fold_case, forwarded_path, request_host};
 use crate::identity::auth::Credentials;
-use crate::identity::client_cert::ClientCertificate;
+use crate::identity::client_cert::{CertificateFault, ClientCertificate, TlsClient};
 use crate::identity::spec::{ClientIpResolver, RequestAttributes};
 use crate::identity::verification::AuthRequest;
 use crate::payload::json::body::JsonBody;
-use crate::proxy::rejection::Rejection;
+use crate::proxy::rejection::{PeerError, Rejection};
 use crate::routing::condition::RouteBody;
 use crate::routing::{NoMatch, RouteRequest};
 use crate::snapshot::CompiledConfig;
@@ -56,11 +56,8 @@ pub struct Origin<'a> {
     pub is_trusted_proxy: bool,
     /// Subject of the verified client certificate, if there is one.
     pub certificate_subject: Option<&'a str>,
-    /// The verified client certificate of the connection, if there is one.
-    pub certificate: Option<&'a ClientCertificate>,
-    /// Server name (SNI) of the TLS connection in lower case. It is empty if the client sent none. `None` without TLS, or
-    /// if the caller has no connection.
-    pub server_name: Option<&'a str>,
+    /// The client of the TLS connection. `None` without TLS, or if the caller has no connection.
+    pub tls: Option<&'a TlsClient>,
     /// Index of the listener that accepted the connection.
     pub listener: usize,
 }
@@ -109,7 +106,7 @@ impl<'r> TargetedRequest<'r> {
 
     /// Return the parts of the request that the authentication providers of its route use.
     pub fn auth_request(&self, route: &'r Route) -> AuthRequest<'r> {
-        let has_client_cert = self.origin.certificate.is_some();
+        let has_client_cert = self.origin.tls.is_some_and(|client| client.certificate.is_some());
         AuthRequest { headers: self.head.headers, has_client_cert, route: &route.name, now_us: clock::unix_us() }
     }
 
@@ -277,12 +274,8 @@ pub struct Peer {
     pub address: IpAddr,
     /// Values of the forwarding headers that are sent to upstreams.
     pub forwarded: ForwardedInfo,
-    /// Subject of the verified client certificate, if there is one.
-    pub certificate_subject: Option<Box<str>>,
-    /// The verified client certificate, if there is one.
-    pub certificate: Option<Arc<ClientCertificate>>,
-    /// Server name (SNI) of the TLS connection in lower case. It is empty if the client sent none. `None` without TLS.
-    pub server_name: Option<Box<str>>,
+    /// The client of the TLS connection. `None` without TLS.
+    pub tls: Option<Arc<TlsClient>>,
     /// Port of the peer, or 0 if it is unknown or not needed.
     port: u16,
     /// Address and port that the peer connected to. `None` if they are unknown or not needed.
@@ -304,18 +297,7 @@ impl Peer {
         let reads_forwarded = client_ip.header == FORWARDED;
         let mut forwarded = ForwardedInfo::new(address, scheme, client_ip.is_trusted(address));
         forwarded.reads_forwarded = reads_forwarded;
-        Peer {
-            address,
-            forwarded,
-            certificate_subject: None,
-            certificate: None,
-            server_name: None,
-            port: 0,
-            destination: None,
-            listener: 0,
-            client_ip,
-            is_distrusted: false,
-        }
+        Peer { address, forwarded, tls: None, port: 0, destination: None, listener: 0, client_ip, is_distrusted: false }
     }
 
     /// Set the source port and the destination of the connection, for PROXY headers to upstreams.
@@ -338,9 +320,25 @@ impl Peer {
         if self.forwarded.trusted { self.client_ip.client_address(self.address, headers) } else { self.address }
     }
 
-    /// Return whether a request was rejected because the client certificate is not trusted any more.
+    /// Return whether a request was rejected because the client certificate is missing or not trusted any more.
     pub fn has_rejected_certificate(&self) -> bool {
-        self.certificate.as_ref().is_some_and(|certificate| certificate.is_rejected())
+        self.tls.as_ref().is_some_and(|client| client.is_rejected())
+    }
+
+    /// Return the verified client certificate, if there is one.
+    pub(super) fn certificate(&self) -> Option<&ClientCertificate> {
+        self.tls.as_ref()?.certificate.as_deref()
+    }
+
+    /// Check that the peer may use its listener: the access rules permit its network, and it has the certificate that
+    /// the listener demands now.
+    pub(super) fn check_listener(&self, config: &CompiledConfig) -> Result<(), PeerError> {
+        let Some(listener) = config.listeners.get(self.listener) else { return Err(PeerError::Network) };
+        if listener.access.as_ref().is_some_and(|access| !access.decide(self.address).is_allowed()) {
+            return Err(PeerError::Network);
+        }
+        let Some(client) = &self.tls else { return Ok(()) };
+        check_certificate(client, config, self.listener).map_err(PeerError::Certificate)
     }
 
     /// Return where a request with these headers comes from.
@@ -348,9 +346,8 @@ impl Peer {
         Origin {
             client: self.client_address(headers),
             is_trusted_proxy: self.forwarded.trusted,
-            certificate_subject: self.certificate_subject.as_deref(),
-            certificate: self.certificate.as_deref(),
-            server_name: self.server_name.as_deref(),
+            certificate_subject: self.certificate().and_then(|certificate| certificate.subject.as_deref()),
+            tls: self.tls.as_deref(),
             listener: self.listener,
         }
     }
@@ -372,9 +369,17 @@ impl Peer {
         let mut forwarded = self.forwarded.clone();
         (forwarded.trusted, forwarded.reads_forwarded) = (trusted, reads_forwarded);
         let client_ip = client_ip.clone();
-        let certificate_subject = self.certificate_subject.clone();
-        let certificate = self.certificate.clone();
-        let server_name = self.server_name.clone();
-        Some(Box::new(Peer { forwarded, client_ip, certificate_subject, certificate, server_name, ..*self }))
+        let tls = self.tls.clone();
+        Some(Box::new(Peer { forwarded, client_ip, tls, ..*self }))
     }
+}
+
+/// Check that the client of a connection to a listener has the certificate that the configuration demands.
+pub(super) fn check_certificate(
+    client: &TlsClient,
+    config: &CompiledConfig,
+    listener: usize,
+) -> Result<(), CertificateFault> {
+    let tls = config.listeners.get(listener).and_then(|listener| listener.tls.as_ref());
+    client.check(tls.map(|tls| tls.tls.policy(&client.server_name)), clock::unix_us() / 1_000_000)
 }

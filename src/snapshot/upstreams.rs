@@ -85,6 +85,7 @@ pub(super) fn upstream(
         client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
         aws: upstream.aws.as_ref().and_then(|aws| aws_signer(aws, reader)),
         google: upstream.google.as_ref().and_then(|google| google_access(name, google, upstream, reader)),
+        socket_buffers: None,
     };
     if let Some(aws) = &upstream.aws {
         let is_fixed = match &settings.host {

@@ -278,7 +278,7 @@ const MIN_PREFIX_LENGTHS: (u8, u8) = (8, 7);
 fn client_warnings(input: &LintInput<'_>) -> Vec<Issue> {
     let mut issues: Vec<_> = overly_broad_proxies(input).collect();
     issues.extend(shared_client_address(input));
-    issues.extend(missing_store_secret(input));
+    issues.extend(weak_store_secret(input));
     issues
 }
 
@@ -338,15 +338,20 @@ fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// Warn of a Redis store without `secret`. An attacker who reads the keys in Redis could then hash all possible client
-/// addresses, and find out which of them have keys.
-fn missing_store_secret(input: &LintInput<'_>) -> Option<Issue> {
+/// Warn of a Redis store without `secret`, or with one that everybody can guess. An attacker who reads the keys in Redis
+/// could then hash all possible client addresses, and find out which of them have keys.
+fn weak_store_secret(input: &LintInput<'_>) -> Option<Issue> {
     let store = &input.parsed.store;
-    let is_empty = store.secret.as_ref().is_none_or(|secret| secret.get_ref().is_empty());
-    let is_redis_without_secret = input.config.store.redis.is_some() && is_empty;
-    let span = store.secret.as_ref().or(store.url.as_ref()).filter(|_| is_redis_without_secret)?.span();
-    let message = "the store has no `secret`: an attacker who reads the keys in Redis can find the client addresses \
-                   by hashing all of them";
+    input.config.store.redis.as_ref()?;
+    let weakness = match &store.secret {
+        Some(secret) if intent::is_placeholder(secret) => "the `secret` of the store is a placeholder",
+        Some(secret) if !secret.get_ref().is_empty() => return None,
+        Some(_) | None => "the store has no `secret`",
+    };
+    let span = store.secret.as_ref().or(store.url.as_ref())?.span();
+    let message = format!(
+        "{weakness}: an attacker who reads the keys in Redis can find the client addresses by hashing all of them"
+    );
     Some(Issue::new(span, message).with_hint(
         "set secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways; generate it with openssl rand -hex 32",
     ))

@@ -493,6 +493,7 @@ pub(super) mod tests {
             client_cert_header: false,
             aws: None,
             google: None,
+            socket_buffers: None,
         }
     }
 

@@ -15,6 +15,7 @@ use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use crate::clock::LogThrottle;
+use crate::http::memory_guard::SocketBuffers;
 use crate::upstream::connector::{MaybeTlsStream, TlsFailure, UpstreamStream};
 use crate::upstream::health::{Contact, Health, HealthState};
 use crate::upstream::metrics::{ConnectAttempt, ConnectResult, UpstreamMetrics};
@@ -33,6 +34,7 @@ pub struct Endpoint {
     pub target: Option<Arc<SrvTarget>>,
     /// Name for logs and metrics: `host:port`, followed by the resolved address if the host is a name.
     name: Box<str>,
+    socket_buffers: Option<SocketBuffers>,
     /// State that this endpoint shares with the same endpoint in other configuration snapshots.
     pub(super) state: Arc<EndpointState>,
 }
@@ -138,7 +140,8 @@ impl Endpoint {
             Some(address) if server.host.parse::<IpAddr>().is_err() => format!("{} ({address})", server.authority),
             _ => server.authority.to_string(),
         };
-        Endpoint { server_index: index, server, address, target, name: name.into(), state }
+        let socket_buffers = settings.socket_buffers;
+        Endpoint { server_index: index, server, address, target, name: name.into(), socket_buffers, state }
     }
 
     /// Return whether both values are the same endpoint, possibly in different configuration snapshots. These values
@@ -205,6 +208,9 @@ impl Endpoint {
             Some(address) => TcpStream::connect(address).await?,
             None => TcpStream::connect((&*self.server.host, self.server.port)).await?,
         };
+        if let Some(buffers) = self.socket_buffers {
+            buffers.apply_to(&stream)?;
+        }
         if let Some(header) = proxy_header {
             stream.write_all(header).await?;
         }

@@ -12,6 +12,7 @@ use siphasher::sip::SipHasher24;
 
 use crate::http::aws_signature::AwsSigner;
 use crate::http::google_account::ServiceAccount;
+use crate::http::memory_guard::SocketBuffers;
 use crate::upstream::connector::{EndpointTls, Protocol};
 
 /// Settings of one upstream (`[upstream.NAME]`).
@@ -56,6 +57,8 @@ pub struct UpstreamSettings {
     pub aws: Option<AwsSigner>,
     /// Sends the requests with access tokens of Google Cloud.
     pub google: Option<GoogleAccess>,
+    /// Bounds of what the kernel buffers for a connection. `None` without a memory limit.
+    pub socket_buffers: Option<SocketBuffers>,
 }
 
 /// A service account of Google Cloud, and how its tokens are fetched.

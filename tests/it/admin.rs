@@ -220,6 +220,27 @@ fn size_of_the_metrics_need_not_depend_on_the_number_of_routes() {
 }
 
 #[test]
+fn series_of_removed_routes_stay_until_they_are_more_than_a_thousand() {
+    let config = |version: usize| {
+        let route = |number: usize| {
+            let name = format!("v{version}-{number}");
+            format!("[[route]]\nname = \"{name}\"\npath = \"/{number}\"\nrespond = {{ status = 200 }}\n")
+        };
+        (0..600).map(route).collect::<String>()
+    };
+    let gateway = Gateway::start(&reload::with_admin(&config(0)));
+    // A scrape holds the metrics that it writes, so there must be none during a reload.
+    let versions = || {
+        let page = reload::ask(&gateway, "GET", "/metrics");
+        (0..4).filter(|version| page.text().contains(&format!("route=\"v{version}-0\""))).collect::<Vec<_>>()
+    };
+    for (version, expected) in [(1, &[0, 1][..]), (2, &[2]), (3, &[2, 3])] {
+        let reply = reload::reload(&gateway, &config(version));
+        assert_eq!((reply.status, versions()), (200, expected.to_vec()), "{}", reply.text());
+    }
+}
+
+#[test]
 fn number_of_series_depends_only_on_the_configuration() {
     let [server, dead] = &Server::start_many();
     dead.stop();

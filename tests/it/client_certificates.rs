@@ -703,6 +703,7 @@ fn open_connections_obey_the_client_certificates_of_the_new_configuration() {
     let mandatory = config.replace("partners.pem\" }", "partners.pem\", client_auth = \"required\" }");
     reloads(&gateway, &mandatory.replace("\n]", &format!("\n{shop}")));
     assert_eq!(ask(&mut anonymous, "a.partners.test"), 421);
+    assert!(anonymous.reply().is_none(), "the gateway closes the connection");
     assert_eq!(ask(&mut partner, "a.partners.test"), 200);
     assert_eq!(ask(&mut www, "shop.test"), 421);
     assert_eq!(ask(&mut www, "www.test"), 200);
@@ -774,4 +775,72 @@ fn hot_restart_starts_to_demand_client_certificates_of_single_hosts() {
         [None, Some(&of_staff), Some(&of_partners)].map(|pair| is_served(pair, "www.test")),
         [false, false, true]
     );
+}
+
+#[tokio::test]
+async fn listeners_for_proxies_and_programs_obey_the_client_certificates_of_the_new_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let config = |auth: &str| {
+        let of = |protocol: &str| {
+            format!("{}protocol = \"{protocol}\"\n", listener(folder.path(), &server, &ours.pem(), Some(auth)))
+        };
+        let decisions = of("decisions") + "api_token = \"sesame\"\n";
+        let limits = "[limit.all]\nby = \"global\"\nquota = \"100/day\"\n\
+                      [[descriptor]]\ndomain = \"edge\"\nentries = [\"a=b\"]\nlimits = [\"all\"]\n";
+        let proxies = "[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n";
+        let open = "[[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
+        format!("{proxies}{limits}{open}{decisions}{}{}", of("ratelimit-http"), of("ratelimit"))
+    };
+    let gateway = Gateway::start(&with_admin(&config("optional")));
+    let [decisions, json, service] = gateway.addresses()[..] else { panic!("three listeners") };
+    let client = tls(&[&server.der], None, &[&TLS13]);
+    let described = "GET /decide/forwarded HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.1\r\nX-Forwarded-Proto: https\r\n\
+                     X-Forwarded-Host: a\r\nX-Forwarded-Method: GET\r\nX-Forwarded-Uri: /open\r\n\r\n";
+    let post = |path: &str, body: &str| {
+        let token = "Authorization: Bearer sesame";
+        format!("POST {path} HTTP/1.1\r\nHost: a\r\n{token}\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+    };
+    let checked = post("/v1/check", "{\"limits\":[{\"limit\":\"all\",\"identity\":{},\"cost\":1}]}");
+    let descriptors =
+        post("/json", "{\"domain\":\"edge\",\"descriptors\":[{\"entries\":[{\"key\":\"a\",\"value\":\"b\"}]}]}");
+    let open = |address| TlsClient::handshake(&client, address, NAME).unwrap();
+    let mut connections = [
+        ("described request", described, open(decisions), 403),
+        ("API of decisions", &*checked, open(decisions), 421),
+        ("descriptors", &*descriptors, open(json), 421),
+    ];
+    for (what, request, connection, _) in &mut connections {
+        connection.send(request.as_bytes());
+        let reply = connection.reply().unwrap();
+        assert_eq!(reply.status, 200, "{what}: {}", reply.text());
+    }
+    let call = || {
+        let request = http::Request::post(format!("https://{NAME}/grpc.health.v1.Health/Check"));
+        let request = request.header("content-type", "application/grpc");
+        request.body(http_body_util::Full::new(&b"\0\0\0\0\0"[..])).unwrap()
+    };
+    let stream = tokio::net::TcpStream::connect(service).await.unwrap();
+    let mut h2 = (*client).clone();
+    h2.alpn_protocols = vec![b"h2".to_vec()];
+    let connector = tokio_rustls::TlsConnector::from(std::sync::Arc::new(h2));
+    let stream = connector.connect(NAME.try_into().unwrap(), stream).await.unwrap();
+    let (mut sender, driver) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    let driver = tokio::spawn(driver);
+    let answer = sender.send_request(call()).await.unwrap();
+    assert_eq!(answer.headers().get("grpc-status"), None, "the status follows in the trailers");
+
+    reloads(&gateway, &config("required"));
+    for (what, request, connection, status) in &mut connections {
+        connection.send(request.as_bytes());
+        let reply = connection.reply().unwrap();
+        assert_eq!(reply.status, *status, "{what}: {}", reply.text());
+        assert!(reply.text().contains("demands a client certificate since a reload"), "{what}: {}", reply.text());
+        assert!(connection.reply().is_none(), "{what}: the gateway closes the connection");
+    }
+    let answer = sender.send_request(call()).await.unwrap();
+    assert_eq!(answer.headers()["grpc-status"], "16", "unauthenticated");
+    tokio::time::timeout(crate::support::MAX_WAIT, driver).await.expect("the connection ends").unwrap().unwrap();
 }

@@ -23,6 +23,15 @@ use socket2::{Domain, Socket, Type};
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hello\" }\n";
 
 #[test]
+fn socket_unit_has_the_address_of_the_packaged_configuration() {
+    let read = |file| std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap();
+    let (unit, config) = (read("ops/sluicegate.socket"), read("packaging/gateway.toml"));
+    let addresses: Vec<_> = unit.lines().filter_map(|line| line.strip_prefix("ListenStream=")).collect();
+    let [address] = addresses[..] else { panic!("one address: {unit}") };
+    assert!(config.contains(&format!("[[listener]]\naddress = \"{address}\"\n")), "{address} in {config}");
+}
+
+#[test]
 fn shipped_configuration_runs_without_redis_and_upstream() {
     // Use the shipped file with free ports, because other tests run at the same time.
     let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();

@@ -202,7 +202,8 @@ pub(super) fn weak_token(input: &LintInput<'_>) -> Option<Issue> {
     )
 }
 
-fn is_placeholder(text: &Text) -> bool {
+/// Return whether a secret stands for another one, as in examples.
+pub(super) fn is_placeholder(text: &Text) -> bool {
     let plain: String = text.get_ref().chars().filter(|c| c.is_ascii_alphanumeric()).collect();
     let plain = plain.to_ascii_lowercase();
     let is_repeated = plain.len() > 1 && plain.bytes().all(|byte| Some(&byte) == plain.as_bytes().first());

@@ -155,8 +155,7 @@ impl<'v> LineResolver<'v> {
             client: if trusted { compiled.client_ip.client_address(peer, head.headers) } else { peer },
             is_trusted_proxy: trusted,
             certificate_subject: subject.and_then(|subject| std::str::from_utf8(subject).ok()),
-            certificate: None,
-            server_name: None,
+            tls: None,
             listener: self.listener,
         };
         let request = TargetedRequest { head, target: &target, origin };
