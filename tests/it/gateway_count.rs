@@ -1,10 +1,11 @@
 //! Gateways count themselves in Redis, so that their local shares of a limit together are the limit.
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::support::admin_listener::{metric, with_admin};
-use crate::support::client::load;
+use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
@@ -91,13 +92,14 @@ fn gateways_without_the_permission_use_the_configured_number() {
 
 /// A gateway of an earlier version finds only states with separate keys.
 #[test]
-fn states_move_to_the_key_of_their_identity_after_the_last_gateway_of_an_earlier_version() {
+fn states_move_to_the_key_of_their_identity_while_there_is_no_gateway_of_an_earlier_version() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let expires_at_s: (u64, u64) = redis::cmd("TIME").query(&mut connection).unwrap();
     let expires_at_us = (expires_at_s.0 + ENTRY_TTL.as_secs()) * 1_000_000;
     redis::cmd("ZADD").arg(KEY).arg(expires_at_us).arg("0123456789abcdef").exec(&mut connection).unwrap();
     let text = config(&redis.url(), "").replace("sliding-log", "fixed-window").replace("40/24h", "1000000/24h");
+    let text = text.replace("\"global\"", "\"ip\"");
     let gateways = [(); 2].map(|()| Gateway::start(&text));
     let remaining = |gateway: &Gateway| gateway.client().get("/r").remaining("l");
     let has_key = |end: &str| redis.keys().iter().any(|key| key.ends_with(end));
@@ -113,6 +115,16 @@ fn states_move_to_the_key_of_their_identity_after_the_last_gateway_of_an_earlier
     });
     assert!(!has_key("}:l:f86400000000"), "{:?}", redis.keys());
     assert_eq!(gateways.each_ref().map(remaining), [expected - 1, expected - 2], "both gateways find the state");
+
+    redis::cmd("ZADD").arg(KEY).arg(expires_at_us).arg("0123456789abcdef").exec(&mut connection).unwrap();
+    let mut address = Ipv4Addr::LOCALHOST.to_bits();
+    eventually("new states get separate keys again", || {
+        address += 1;
+        let mut client = Client::connect_from(Ipv4Addr::from_bits(address).into(), gateways[0].address);
+        assert_eq!(client.get("/r").remaining("l"), 999_999, "a new identity");
+        has_key("}:l:f86400000000")
+    });
+    assert_eq!(gateways.each_ref().map(remaining), [expected - 3, expected - 4], "the count of the old state continues");
     redis.assert_every_key_expires();
 }
 
