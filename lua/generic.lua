@@ -240,8 +240,8 @@ local function decide(key_offset)
         if values[key] == nil then values[key] = call('GET', key) end
         check.value = values[key]
         check.index, check.separate_key, key_expires_at, field1, field2, field3 =
-          read_state(key, check.value, check.id, check.number)
-        check.exists = key_expires_at
+          read_state(key, check.value, check.id, check.number, i)
+        check.exists, check.stored_field3 = key_expires_at, field3
         if type(check.index) == 'table' then return check.index end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether

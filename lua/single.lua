@@ -93,7 +93,7 @@ for group = 1, groups do
       value_expires_at, first_id, field3, key_expires_at, field1, field2 = unpack('<dddddd', value)
     end
     if first_id ~= id then
-      index, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group)
+      index, separate_key, key_expires_at, field1, field2, field3 = read_state(key, value, id, group, 1)
       if type(index) == 'table' then failure = index
       elseif value then value_expires_at = unpack('<d', value) end
     end

@@ -180,7 +180,7 @@ for _ = 1, groups do
         end
         if stored_id_1 == id_1 then index_1 = 1
         else
-          index_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          index_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number, number - limit_offset)
           if not index_1 then is_in_place = false
           elseif type(index_1) == 'table' then failure = index_1 end
         end
@@ -288,6 +288,7 @@ for _ = 1, groups do
         changes[#changes + 1] = {
           key = key_1, value = value_1, index = index_1, separate_key = separate_key_1, exists = key_expires_at_1,
           id = id_1, kept_until = kept_until_1, field1 = new_field1_1, field2 = new_field2_1, field3 = new_field3_1,
+          stored_field3 = field3_1,
         }
       end
       --@end

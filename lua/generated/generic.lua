@@ -205,17 +205,21 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- groups. The state is probably the one with the index `guess`. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
   -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
-  function read_state(key, value, id, number)
+  function read_state(key, value, id, number, guess)
     if value then
       if value.err then return value end
       if #value % STATE_BYTES ~= HEADER_BYTES then
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
-      local packed_id, at = pack('<d', id), HEADER_BYTES
       local bodies_offset = HEADER_BYTES + HEAD_BYTES * (#value - HEADER_BYTES) / STATE_BYTES
-      repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      local at = HEADER_BYTES + HEAD_BYTES * (guess - 1) + 1
+      if at > bodies_offset or unpack('<d', value, at) ~= id then
+        local packed_id = pack('<d', id)
+        at = HEADER_BYTES
+        repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      end
       if at and at <= bodies_offset then
         local index = (at - 1 - HEADER_BYTES) / HEAD_BYTES + 1
         local kept_until, field1, field2 = unpack('<ddd', value, bodies_offset + BODY_BYTES * (index - 1) + 1)
@@ -252,6 +256,34 @@ do
     local result = call('SETRANGE', key, offset_text(body_offset), pack('<ddd', kept_until, field1, field2))
     if result == #value and unpack('<d', value, head_offset + 9) ~= field3 then
       result = call('SETRANGE', key, offset_text(head_offset + 8), pack('<d', field3))
+    end
+    if result ~= #value then return result end
+  end
+
+  -- Overwrite several states of a value with one command, or two if third fields change as well. Return an error reply, or
+  -- nothing.
+  local function overwrite_all(key, value, changes)
+    local first, last, bodies = changes[1].index, changes[1].index, {}
+    for i = 2, #changes do
+      local index = changes[i].index
+      if index < first then first = index elseif index > last then last = index end
+    end
+    for i = 1, #changes do
+      local change = changes[i]
+      bodies[change.index - first + 1] = pack('<ddd', change.kept_until, change.field1, change.field2)
+    end
+    local _, offset = offsets_of(value, first)
+    for i = 1, last - first + 1 do
+      local from = offset + BODY_BYTES * (i - 1)
+      bodies[i] = bodies[i] or byte_range(value, from + 1, from + BODY_BYTES)
+    end
+    local result = call('SETRANGE', key, offset_text(offset), concat(bodies))
+    for i = 1, #changes do
+      local change = changes[i]
+      if result == #value and change.field3 ~= change.stored_field3 then
+        result = call('SETRANGE', key, offset_text(HEADER_BYTES + HEAD_BYTES * (change.index - 1) + 8),
+          pack('<d', change.field3))
+      end
     end
     if result ~= #value then return result end
   end
@@ -315,8 +347,8 @@ do
 
   -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
   -- `index` (the index of the state in the value, or nil), `separate_key` (if the state is not in the value), `exists`
-  -- (whether the separate key exists), `id`, `kept_until` and `field1`, `field2`, `field3`. A state without `kept_until`
-  -- is removed. Return an error reply, or nothing.
+  -- (whether the separate key exists), `id`, `kept_until`, `field1`, `field2`, `field3`, and `stored_field3` (the third
+  -- field before the change). A state without `kept_until` is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
@@ -341,18 +373,17 @@ do
         if not in_place then
           result = rewrite(key, value, of_value)
           if type(result) == 'table' and result.err then return result end
-        end
-        for j = 1, #of_value do
-          local change = of_value[j]
-          if in_place then
-            result = overwrite(key, value, change.index, change.kept_until, change.field1, change.field2, change.field3)
-            if result then return result end
+          for j = 1, #of_value do
+            local change = of_value[j]
+            if change.separate_key and change.exists then call('DEL', change.separate_key) end
           end
-          if change.separate_key and change.exists then call('DEL', change.separate_key) end
-        end
-        if in_place and value and kept_until > unpack('<d', value) then
-          result = extend(key, kept_until)
-          if type(result) == 'table' then return result end
+        elseif #of_value > 0 then
+          result = overwrite_all(key, value, of_value)
+          if result then return result end
+          if kept_until > unpack('<d', value) then
+            result = extend(key, kept_until)
+            if type(result) == 'table' then return result end
+          end
         end
       end
     end
@@ -385,8 +416,8 @@ local function decide(key_offset)
         if values[key] == nil then values[key] = call('GET', key) end
         check.value = values[key]
         check.index, check.separate_key, key_expires_at, field1, field2, field3 =
-          read_state(key, check.value, check.id, check.number)
-        check.exists = key_expires_at
+          read_state(key, check.value, check.id, check.number, i)
+        check.exists, check.stored_field3 = key_expires_at, field3
         if type(check.index) == 'table' then return check.index end
       end
       -- A deferred cost (flag p or b) is charged after the response. The check before the request only tests whether

@@ -136,17 +136,21 @@ do
   end
 
   -- Read a state. `value` is the value of its identity, or false, and `number` the number of the limit, counted over all
-  -- groups. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
+  -- groups. The state is probably the one with the index `guess`. Return the index of the state in the value, or nil, its separate key if it is not in the value, the time
   -- until which it is kept if it exists, and its fields. If the state cannot be read, return an error reply.
-  function read_state(key, value, id, number)
+  function read_state(key, value, id, number, guess)
     if value then
       if value.err then return value end
       if #value % STATE_BYTES ~= HEADER_BYTES then
         return redis.error_reply('WRONGTYPE the key does not hold the states of an identity')
       end
-      local packed_id, at = pack('<d', id), HEADER_BYTES
       local bodies_offset = HEADER_BYTES + HEAD_BYTES * (#value - HEADER_BYTES) / STATE_BYTES
-      repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      local at = HEADER_BYTES + HEAD_BYTES * (guess - 1) + 1
+      if at > bodies_offset or unpack('<d', value, at) ~= id then
+        local packed_id = pack('<d', id)
+        at = HEADER_BYTES
+        repeat at = find(value, packed_id, at + 1, true) until not at or at % HEAD_BYTES == HEADER_BYTES + 1
+      end
       if at and at <= bodies_offset then
         local index = (at - 1 - HEADER_BYTES) / HEAD_BYTES + 1
         local kept_until, field1, field2 = unpack('<ddd', value, bodies_offset + BODY_BYTES * (index - 1) + 1)
@@ -183,6 +187,34 @@ do
     local result = call('SETRANGE', key, offset_text(body_offset), pack('<ddd', kept_until, field1, field2))
     if result == #value and unpack('<d', value, head_offset + 9) ~= field3 then
       result = call('SETRANGE', key, offset_text(head_offset + 8), pack('<d', field3))
+    end
+    if result ~= #value then return result end
+  end
+
+  -- Overwrite several states of a value with one command, or two if third fields change as well. Return an error reply, or
+  -- nothing.
+  local function overwrite_all(key, value, changes)
+    local first, last, bodies = changes[1].index, changes[1].index, {}
+    for i = 2, #changes do
+      local index = changes[i].index
+      if index < first then first = index elseif index > last then last = index end
+    end
+    for i = 1, #changes do
+      local change = changes[i]
+      bodies[change.index - first + 1] = pack('<ddd', change.kept_until, change.field1, change.field2)
+    end
+    local _, offset = offsets_of(value, first)
+    for i = 1, last - first + 1 do
+      local from = offset + BODY_BYTES * (i - 1)
+      bodies[i] = bodies[i] or byte_range(value, from + 1, from + BODY_BYTES)
+    end
+    local result = call('SETRANGE', key, offset_text(offset), concat(bodies))
+    for i = 1, #changes do
+      local change = changes[i]
+      if result == #value and change.field3 ~= change.stored_field3 then
+        result = call('SETRANGE', key, offset_text(HEADER_BYTES + HEAD_BYTES * (change.index - 1) + 8),
+          pack('<d', change.field3))
+      end
     end
     if result ~= #value then return result end
   end
@@ -246,8 +278,8 @@ do
 
   -- Write changed states. `changes` is a list of tables with the fields `key`, `value` (the value of the key, or false),
   -- `index` (the index of the state in the value, or nil), `separate_key` (if the state is not in the value), `exists`
-  -- (whether the separate key exists), `id`, `kept_until` and `field1`, `field2`, `field3`. A state without `kept_until`
-  -- is removed. Return an error reply, or nothing.
+  -- (whether the separate key exists), `id`, `kept_until`, `field1`, `field2`, `field3`, and `stored_field3` (the third
+  -- field before the change). A state without `kept_until` is removed. Return an error reply, or nothing.
   function write_states(changes)
     local written = {}
     for i = 1, #changes do
@@ -272,18 +304,17 @@ do
         if not in_place then
           result = rewrite(key, value, of_value)
           if type(result) == 'table' and result.err then return result end
-        end
-        for j = 1, #of_value do
-          local change = of_value[j]
-          if in_place then
-            result = overwrite(key, value, change.index, change.kept_until, change.field1, change.field2, change.field3)
-            if result then return result end
+          for j = 1, #of_value do
+            local change = of_value[j]
+            if change.separate_key and change.exists then call('DEL', change.separate_key) end
           end
-          if change.separate_key and change.exists then call('DEL', change.separate_key) end
-        end
-        if in_place and value and kept_until > unpack('<d', value) then
-          result = extend(key, kept_until)
-          if type(result) == 'table' then return result end
+        elseif #of_value > 0 then
+          result = overwrite_all(key, value, of_value)
+          if result then return result end
+          if kept_until > unpack('<d', value) then
+            result = extend(key, kept_until)
+            if type(result) == 'table' then return result end
+          end
         end
       end
     end
@@ -385,7 +416,7 @@ for _ = 1, groups do
         end
         if stored_id_1 == id_1 then index_1 = 1
         else
-          index_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number)
+          index_1, separate_key_1, key_expires_at_1, field1_1, field2_1, field3_1 = read_state(key, value, id_1, number, number - limit_offset)
           if not index_1 then is_in_place = false
           elseif type(index_1) == 'table' then failure = index_1 end
         end
@@ -407,7 +438,7 @@ for _ = 1, groups do
         end
         if stored_id_2 == id_2 then index_2 = 1
         else
-          index_2, separate_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number)
+          index_2, separate_key_2, key_expires_at_2, field1_2, field2_2, field3_2 = read_state(key, value, id_2, number, number - limit_offset)
           if not index_2 then is_in_place = false
           elseif type(index_2) == 'table' then failure = index_2 end
         end
@@ -429,7 +460,7 @@ for _ = 1, groups do
         end
         if stored_id_3 == id_3 then index_3 = 1
         else
-          index_3, separate_key_3, key_expires_at_3, field1_3, field2_3, field3_3 = read_state(key, value, id_3, number)
+          index_3, separate_key_3, key_expires_at_3, field1_3, field2_3, field3_3 = read_state(key, value, id_3, number, number - limit_offset)
           if not index_3 then is_in_place = false
           elseif type(index_3) == 'table' then failure = index_3 end
         end
@@ -451,7 +482,7 @@ for _ = 1, groups do
         end
         if stored_id_4 == id_4 then index_4 = 1
         else
-          index_4, separate_key_4, key_expires_at_4, field1_4, field2_4, field3_4 = read_state(key, value, id_4, number)
+          index_4, separate_key_4, key_expires_at_4, field1_4, field2_4, field3_4 = read_state(key, value, id_4, number, number - limit_offset)
           if not index_4 then is_in_place = false
           elseif type(index_4) == 'table' then failure = index_4 end
         end
@@ -1110,6 +1141,7 @@ for _ = 1, groups do
         changes[#changes + 1] = {
           key = key_1, value = value_1, index = index_1, separate_key = separate_key_1, exists = key_expires_at_1,
           id = id_1, kept_until = kept_until_1, field1 = new_field1_1, field2 = new_field2_1, field3 = new_field3_1,
+          stored_field3 = field3_1,
         }
       end
       if is_in_order then
@@ -1120,6 +1152,7 @@ for _ = 1, groups do
         changes[#changes + 1] = {
           key = key_2, value = value_2, index = index_2, separate_key = separate_key_2, exists = key_expires_at_2,
           id = id_2, kept_until = kept_until_2, field1 = new_field1_2, field2 = new_field2_2, field3 = new_field3_2,
+          stored_field3 = field3_2,
         }
       end
       if is_in_order then
@@ -1130,6 +1163,7 @@ for _ = 1, groups do
         changes[#changes + 1] = {
           key = key_3, value = value_3, index = index_3, separate_key = separate_key_3, exists = key_expires_at_3,
           id = id_3, kept_until = kept_until_3, field1 = new_field1_3, field2 = new_field2_3, field3 = new_field3_3,
+          stored_field3 = field3_3,
         }
       end
       if is_in_order then
@@ -1140,6 +1174,7 @@ for _ = 1, groups do
         changes[#changes + 1] = {
           key = key_4, value = value_4, index = index_4, separate_key = separate_key_4, exists = key_expires_at_4,
           id = id_4, kept_until = kept_until_4, field1 = new_field1_4, field2 = new_field2_4, field3 = new_field3_4,
+          stored_field3 = field3_4,
         }
       end
       failure = write_states(changes)

@@ -107,7 +107,7 @@ fn store_killed_under_load_causes_no_client_error() {
 fn stopped_and_continued_store_crosses_no_replies() {
     const CLIENTS: usize = 8;
     let redis = Redis::start();
-    let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
+    let store = format!("url = \"{}\"\ntimeout = \"250ms\"", redis.url());
     // Each client has its own limit, whose quota is far from all other quotas. If a client got the reply of another
     // client, the remaining quota would be far from the expected number.
     let quota = |client: usize| (client + 1) * 1_000_000;

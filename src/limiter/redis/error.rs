@@ -70,9 +70,9 @@ impl RedisErrorKind {
 }
 
 /// Return whether a script called a command that Redis does not know, because it is renamed or disabled
-/// (`rename-command`). Clients cannot cause this.
+/// (`rename-command`). Clients cannot cause this. The second text is that of Valkey.
 fn is_unknown_command(detail: &str) -> bool {
-    detail.contains("Unknown Redis command called from")
+    ["Unknown Redis command called from", "Unknown command called from"].iter().any(|text| detail.contains(text))
 }
 
 /// Return whether the call may succeed on a new connection. A new connection logs in again, and may lead to a new
@@ -382,6 +382,7 @@ mod tests {
                 RedisErrorKind::Script,
             ),
             (&format!("ERR Unknown Redis command called from script {script}"), RedisErrorKind::Fatal),
+            (&format!("ERR Unknown command called from script {script}"), RedisErrorKind::Fatal),
             ("RLARG not a number", RedisErrorKind::Script),
             ("RLSTALE 1800000000000000", RedisErrorKind::Script),
         ] {
