@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-locks bench-ratelimit bench-memory bench-scale pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-locks bench-ratelimit bench-memory bench-scale bench-script pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -324,6 +324,10 @@ bench-llm: tools
 	target/llm/litellm/bin/pip install --quiet --disable-pip-version-check -r benches/compare/litellm.txt
 	npm install --prefix target/llm/portkey --silent --no-audit --no-fund @portkey-ai/gateway@1.15.2
 	python3 -B benches/compare/llm.py target/release/sluicegate --peer-requests $(or $(PEER_REQUESTS),8000)
+
+# The CPU time that Redis needs per check: the figures of docs/explanation/scale.md.
+bench-script: tools
+	cargo bench --locked --profile dev --bench script
 
 # What a million identities take, for each algorithm: the figures of docs/reference/limits.md. Time does not matter here.
 bench-memory: tools

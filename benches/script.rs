@@ -1,6 +1,7 @@
-//! Measures the CPU time of Redis for the gateway's Lua script, in µs per request, from `INFO commandstats`, for
-//! several combinations of limits. A pipeline contains 64 requests: 64 calls with one request each, or 4 calls with 16
-//! requests each. Under load, the gateway sends several requests per call as well.
+//! Measures the CPU time of Redis for the gateway's Lua script, in µs per request, for several combinations of limits: of
+//! the script, from `INFO commandstats`, and of the whole server, from `/proc`. A pipeline contains 64 requests: 64 calls
+//! with one request each, or 4 calls with 16 requests each. Under load, the gateway sends several requests per call as
+//! well. `make bench-script` runs it. `IO_THREADS` is the number of I/O threads of Redis (1).
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -27,8 +28,9 @@ const PIPELINE_LENGTH: usize = 64;
 
 fn main() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let io_threads = std::env::var("IO_THREADS").unwrap_or_else(|_| "1".to_owned());
     let mut server = Command::new("redis-server")
-        .args(["--port", &port.to_string(), "--save", "", "--bind", "127.0.0.1"])
+        .args(["--port", &port.to_string(), "--save", "", "--bind", "127.0.0.1", "--io-threads", &io_threads])
         .stdout(Stdio::piped())
         .spawn()
         .expect("redis-server is needed; `make tools` installs it");
@@ -42,8 +44,14 @@ fn main() {
     let denied_bucket = Rule::TokenBucket(TokenBucket::new("1/day".parse().unwrap(), 1).unwrap());
     let sliding_log = Rule::SlidingLog(SlidingLog::new("100/s".parse().unwrap()).unwrap());
     let first_request = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::FirstRequest).unwrap());
-    println!("µs per request in Redis, 1,000 keys in turn");
-    println!("{:40} {:>6} {:>6}", "requests in a call", 1, 16);
+    let lengths = ["s", "10s", "1m", "10m", "1h", "2h", "12h", "24h"];
+    let windows = lengths.map(|length| {
+        let quota = format!("1000000/{length}").parse().unwrap();
+        Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap())
+    });
+    let windows: Vec<_> = windows.iter().collect();
+    println!("µs of the script and of Redis per request, 1,000 identities in turn, {io_threads} I/O threads");
+    println!("{:40} {:>13} {:>13}", "requests in a call", 1, 16);
     for (name, rules, usages) in [
         ("token-bucket, admitted", &[&bucket][..], 0),
         ("token-bucket, denied", &[&denied_bucket], 0),
@@ -51,30 +59,46 @@ fn main() {
         ("fixed-window, first-request, admitted", &[&first_request], 0),
         ("sliding-log of 100", &[&sliding_log], 0),
         ("token-bucket + two fixed windows", &[&bucket, &window, &first_request], 0),
+        ("three fixed windows", &windows[5..], 0),
+        ("eight fixed windows", &windows, 0),
         ("token-bucket with usage, admitted", &[&bucket], 1),
         ("token-bucket with usage, denied", &[&denied_bucket], 1),
         ("sliding-log of 100 with usage", &[&sliding_log], 1),
         ("three limits, one of them with usage", &[&bucket, &window, &first_request], 1),
         ("three limits with usage", &[&bucket, &window, &first_request], 3),
     ] {
+        let process = server.id();
         let mut best_of_rounds = |requests| {
-            (0..ROUNDS).map(|_| measure_round(&mut connection, name, rules, usages, requests)).fold(f64::MAX, f64::min)
+            let rounds = (0..ROUNDS).map(|_| measure_round(&mut connection, process, name, rules, usages, requests));
+            rounds.reduce(|best, round| (best.0.min(round.0), best.1.min(round.1))).unwrap()
         };
-        println!("{name:40} {:6.2} {:6.2}", best_of_rounds(1), best_of_rounds(16));
+        let [one, many] = [1, 16].map(&mut best_of_rounds);
+        println!("{name:40} {:6.2} {:6.2} {:6.2} {:6.2}", one.0, one.1, many.0, many.1);
     }
     server.kill().unwrap();
     server.wait().unwrap();
 }
 
-/// Measure requests with these limits, and return the µs per request. The first `usages` limits count usage totals. A
-/// call contains `requests` requests.
+/// Return the CPU time that all threads of a process have used, in µs.
+fn cpu_us(process: u32) -> f64 {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let used_ns = |task: std::io::Result<std::fs::DirEntry>| {
+        let schedstat = std::fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
+        schedstat.split_whitespace().next().unwrap().parse::<f64>().unwrap()
+    };
+    tasks.map(used_ns).sum::<f64>() / 1000.0
+}
+
+/// Measure requests with these limits, and return the µs of the script and of the server per request. The first `usages`
+/// limits count usage totals. A call contains `requests` requests.
 fn measure_round(
     connection: &mut redis::Connection,
+    process: u32,
     name: &str,
     rules: &[&Rule],
     usages: usize,
     requests: usize,
-) -> f64 {
+) -> (f64, f64) {
     let parts = AlgorithmSet::for_rules(rules.iter().copied()).with_usage(usages > 0);
     let days = UsageDays::new("UTC").unwrap();
     let state_of = |(index, rule): (usize, &&Rule)| {
@@ -93,6 +117,7 @@ fn measure_round(
     let script = script(script::script_variant(&layout, Operation::Check, &terms), parts);
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.source).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
+    let started_us = cpu_us(process);
     let mut argument = script::start_argument(0, &layout, 1, terms.len());
     script::append_group(&mut argument, requests, Operation::Check, &terms);
     let names = script::state_names_argument(states.iter().map(|state| &**state.name()));
@@ -125,8 +150,9 @@ fn measure_round(
         }
         pipe.exec(connection).unwrap();
     }
+    let server_us = cpu_us(process) - started_us;
     let stats: String = redis::cmd("INFO").arg("commandstats").query(connection).unwrap();
     let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha")).unwrap();
     let used_us: f64 = line.split("usec=").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
-    used_us / sent as f64
+    (used_us / sent as f64, server_us / sent as f64)
 }

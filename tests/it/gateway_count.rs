@@ -124,7 +124,11 @@ fn states_move_to_the_key_of_their_identity_while_there_is_no_gateway_of_an_earl
         assert_eq!(client.get("/r").remaining("l"), 999_999, "a new identity");
         has_key("}:l:f86400000000")
     });
-    assert_eq!(gateways.each_ref().map(remaining), [expected - 3, expected - 4], "the count of the old state continues");
+    assert_eq!(
+        gateways.each_ref().map(remaining),
+        [expected - 3, expected - 4],
+        "the count of the old state continues"
+    );
     redis.assert_every_key_expires();
 }
 
