@@ -67,6 +67,8 @@ fn main() {
         ("three limits, one of them with usage", &[&bucket, &window, &first_request], 1),
         ("three limits with usage", &[&bucket, &window, &first_request], 3),
     ] {
+        // Otherwise the values of the identities would have the states of the other combinations as well.
+        redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
         let process = server.id();
         let mut best_of_rounds = |requests| {
             let rounds = (0..ROUNDS).map(|_| measure_round(&mut connection, process, name, rules, usages, requests));
