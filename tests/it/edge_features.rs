@@ -1,7 +1,8 @@
 //! What routes and upstreams do for single requests, over HTTP/1.1 and HTTP/2: the first configuration applies at the
 //! start, another one after a reload, and the first one again after a hot restart.
 
-use std::io::Write;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, Request};
@@ -14,7 +15,7 @@ use crate::support::http2;
 use crate::support::http2::Answer;
 use crate::support::reload::{reloads, with_admin};
 use crate::support::tls_upstream::{TlsUpstream, server};
-use crate::support::upstream::{Upstream, read_request};
+use crate::support::upstream::{Upstream, read_request, serve};
 
 /// An upstream whose responses contain the host and the target of the request.
 fn echo() -> Upstream {
@@ -54,6 +55,8 @@ impl Version {
 struct Servers {
     echo: Upstream,
     failing: Upstream,
+    /// A server that sends no response.
+    silent: SocketAddr,
     tls: [(TlsUpstream, Pair); 2],
 }
 
@@ -94,6 +97,8 @@ tls = { fingerprint = ["PIN"] }
 servers = ["http://FAILING"]
 [upstream.dead]
 servers = ["http://127.0.0.1:1"]
+[upstream.silent]
+servers = ["http://SILENT"]
 [[route]]
 name = "echo"
 path = "/echo/{*rest}"
@@ -125,6 +130,10 @@ upstream = "pinned"
 name = "grpc"
 path = "/grpc"
 upstream = "GRPC"
+[[route]]
+name = "deadline"
+path = "/deadline"
+upstream = "silent"
 [[route]]
 name = "compressed"
 path = "/compressed"
@@ -179,6 +188,7 @@ fn config(version: Version, servers: &Servers) -> String {
         ("TLS", tls.address.port().to_string()),
         ("PIN", pin),
         ("FAILING", servers.failing.address.to_string()),
+        ("SILENT", servers.silent.to_string()),
     ];
     differences.iter().chain(&addresses).fold(CONFIG.to_owned(), |text, (word, value)| text.replace(word, value))
 }
@@ -224,6 +234,15 @@ const CASES: &[Case] = &[
         parts: &["status", "grpc-status"],
         one: &["200", "14"],
         two: &["503", ""],
+        is_http2_only: true,
+    },
+    Case {
+        path: "/deadline",
+        headers: &[("content-type", "application/grpc"), ("te", "trailers"), ("grpc-timeout", "50m")],
+        body: b"\0\0\0\0\0",
+        parts: &["status", "grpc-status"],
+        one: &["200", "4"],
+        two: &["200", "4"],
         is_http2_only: true,
     },
     Case {
@@ -289,9 +308,22 @@ fn seen(gateway: &Gateway, case: &Case, is_http2: bool) -> Vec<String> {
     case.parts.iter().map(part).collect()
 }
 
+/// Return the response to a client that ends its side of the connection after the request.
+fn half_closed(gateway: &Gateway) -> String {
+    let mut stream = TcpStream::connect(gateway.address).unwrap();
+    stream.write_all(b"GET /own-host HTTP/1.1\r\nHost: shop.test\r\n\r\n").unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut response = String::new();
+    stream.read_to_string(&mut response).unwrap();
+    response
+}
+
 fn check(gateway: &Gateway, version: Version, when: &str) {
     // This request uses up the quota of the route.
     gateway.get("/busy");
+    let response = half_closed(gateway);
+    let host = version.pick("one.own", "two.own");
+    assert!(response.starts_with("HTTP/1.1 200 ") && response.contains(host), "{response} {when}");
     for case in CASES {
         for is_http2 in [false, true] {
             if is_http2 || !case.is_http2_only {
@@ -311,7 +343,8 @@ fn each_feature_works_over_both_protocols_and_follows_reloads_and_hot_restarts()
         (named(name, &pair), pair)
     });
     let failing = Upstream::responding(|_| b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n".to_vec());
-    let servers = Servers { echo: echo(), failing, tls };
+    let silent = serve(|mut stream| while read_request(&mut stream).is_some() {});
+    let servers = Servers { echo: echo(), failing, silent, tls };
     let mut gateway = Gateway::start(&with_admin(&config(Version::One, &servers)));
     check(&gateway, Version::One, "at the start");
     reloads(&gateway, &config(Version::Two, &servers));

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
+use crate::hot_restart::hot_restart;
 use crate::support::certificates::{FUTURE, NOW, PAST, Pair, TlsClient, tls};
 use crate::support::gateway::Gateway;
 use crate::support::{eventually, signal};
@@ -292,7 +293,7 @@ fn client_gets_the_certificate_whose_key_it_supports() {
             assert!(found.as_ref() == expected.map(|pair| &pair.der), "{name:?} {options:?}");
         }
     };
-    let gateway = Gateway::start(&config(["rsa", "ecdsa", "other"]));
+    let mut gateway = Gateway::start(&config(["rsa", "ecdsa", "other"]));
     check(&gateway, &rsa, &ecdsa);
     // Each of the certificates is replaced for its clients.
     let (new_rsa, new_ecdsa) = (Pair::rsa_server(NAME, NOW), Pair::server(NAME, NOW));
@@ -303,6 +304,8 @@ fn client_gets_the_certificate_whose_key_it_supports() {
             openssl(&gateway, Some(NAME), &["-sigalgs", RSA]).as_ref() == Some(&new_rsa.der)
         }
     });
+    check(&gateway, &new_rsa, &new_ecdsa);
+    let _successor = hot_restart(&mut gateway);
     check(&gateway, &new_rsa, &new_ecdsa);
     // The order of the list decides only between keys of one type.
     let gateway = Gateway::start(&config(["other", "ecdsa", "rsa"]));
