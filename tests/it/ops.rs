@@ -61,7 +61,12 @@ fn dashboard_and_alerts_use_existing_metrics() {
                     [upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n";
     let gateway = Gateway::start(&with_admin(&format!("{}{limited}{upstream}", says("x"))));
     assert_eq!((gateway.get("/says").status, gateway.get("/up").status), (200, 502));
-    let page = ask(&gateway, "GET", "/metrics").text().to_owned();
+    // Only a gateway with a management server has the metrics of xDS.
+    let managed = Gateway::start(&with_admin(
+        "[[listener]]\naddress = \"127.0.0.1:0\"\nprotocol = \"ratelimit\"\n\
+         [ratelimit]\nxds = { url = \"http://127.0.0.1:1\", node_id = \"n\" }\n",
+    ));
+    let page = [&gateway, &managed].map(|gateway| ask(gateway, "GET", "/metrics").text().to_owned()).concat();
     let there: BTreeSet<_> =
         page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).map(str::to_owned).collect();
     let mut board = Vec::new();
