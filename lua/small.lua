@@ -95,7 +95,7 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
--- Variables of the algorithms that no code after them reads.
+-- Variables of the algorithms. The driver does not read them.
 local reset_us, free_reset_us
 local replies, reply_count, key_offset, limit_offset = {pack('<dc1', now, 's')}, 1, 0, 0
 position = CALL_BYTES + 1

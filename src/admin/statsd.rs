@@ -95,9 +95,7 @@ impl Exporter {
     /// Deliver the increases since the last delivery. If there is no connection, they are part of the next delivery.
     async fn deliver(&mut self) {
         let counts = self.state.reference_counts();
-        let increase =
-            |name: &str, count: u64| count - self.delivered.get(name).copied().unwrap_or_default().min(count);
-        let increases = counts.iter().map(|(name, count)| (name, increase(name, *count)));
+        let increases = counts.iter().map(|(name, count)| (name, increase(self.delivered.get(name).copied(), *count)));
         let lines: Vec<_> =
             increases.filter(|(_, increase)| *increase > 0).map(|(name, by)| self.line(name, by)).collect();
         if lines.is_empty() {
@@ -105,7 +103,7 @@ impl Exporter {
         }
         match timeout(TIMEOUT, self.send(&lines)).await.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
             Ok(()) => {
-                self.delivered.extend(counts);
+                self.delivered = counts.into_iter().collect();
                 if std::mem::take(&mut self.is_failing) {
                     info!(server = %self.settings.address, "sending metrics to StatsD again");
                 }
@@ -175,6 +173,12 @@ impl Exporter {
     }
 }
 
+/// Return the increase of a counter since the last delivery. A counter that has become smaller was dropped by a reload,
+/// and has started again at 0.
+fn increase(delivered: Option<u64>, count: u64) -> u64 {
+    count.checked_sub(delivered.unwrap_or_default()).unwrap_or(count)
+}
+
 /// Join lines to datagrams of at most [`MAX_DATAGRAM`] bytes.
 fn datagrams(lines: &[String]) -> Vec<String> {
     let mut datagrams: Vec<String> = Vec::new();
@@ -217,6 +221,14 @@ impl ProcessState {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counter_that_starts_again_loses_no_hits() {
+        assert_eq!(
+            [(None, 3), (Some(3), 5), (Some(5), 5), (Some(5), 2)].map(|(old, new)| increase(old, new)),
+            [3, 2, 0, 2]
+        );
+    }
 
     #[test]
     fn datagrams_have_whole_lines_and_fit_into_a_packet() {

@@ -299,9 +299,7 @@ impl UsageReport {
         let to = filter.to.map(|to| to.to_string());
         UsageReport { from, to, by, usage, totals: totals.collect() }
     }
-}
 
-impl UsageReport {
     /// Keep only the `count` entries of each limit with the highest cost, highest first. The totals do not change.
     pub fn keep_highest(&mut self, count: usize) {
         self.usage.sort_by(|a, b| a.limit.cmp(&b.limit).then(b.cost.cmp(&a.cost)));

@@ -739,7 +739,7 @@ impl WorkerMetrics {
     }
 
     /// Record the hits of a descriptor with this index. `name` is its name with the values of the call, which has a
-    /// series of its own unless there are too many series.
+    /// separate series unless there are too many series.
     pub(super) fn record_hits(&self, rule_index: usize, name: Option<String>, hits: Hits) {
         let DescriptorMetrics { hits: fixed, .. } = &self.descriptors[rule_index];
         let of_call = name.and_then(|name| self.hits.get_within(MAX_HIT_SERIES, &name, self.worker));
