@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sluicegate::clock::Clock;
+use sluicegate::clock::{Clock, monotonic};
 use sluicegate::limiter::Limiter;
 use sluicegate::limiter::admin::LimiterAdmin;
 use sluicegate::limiter::algorithm::Status;
@@ -124,7 +124,7 @@ pub struct RequestLimit {
     pub state: StateId,
     /// Whether the limit is a shadow limit and would have denied the request.
     pub shadow_denied: bool,
-    /// The cost charged after the response.
+    /// The cost charged after the response, or as a debt after a denial.
     pub charged_later: u64,
     pub is_refunded: bool,
 }
@@ -145,6 +145,16 @@ pub struct ObservedRequest {
     pub stale_denial: bool,
     /// Whether the gateway admitted the request without a check because of overload.
     pub is_overloaded: bool,
+}
+
+impl ObservedRequest {
+    /// Return whether this source admitted or denied the request.
+    pub fn is_decided_by(&self, source: DecidedBy) -> bool {
+        match self.outcome {
+            ClientOutcome::Admitted(decided_by) | ClientOutcome::Denied { decided_by, .. } => decided_by == source,
+            ClientOutcome::Unavailable | ClientOutcome::Cancelled => false,
+        }
+    }
 }
 
 /// Everything that the simulation needs to send requests.
@@ -172,7 +182,7 @@ pub struct HeldPermits {
 impl LoadGenerator {
     fn deferred(&self, limit: usize) -> Deferred {
         match self.schedule.limits[limit].cost_mode {
-            CostMode::Upfront => Deferred::Nothing,
+            CostMode::Upfront | CostMode::Always => Deferred::Nothing,
             CostMode::Refundable => Deferred::Refund,
             CostMode::Deferred => Deferred::Charge,
         }
@@ -237,10 +247,33 @@ impl LoadGenerator {
                 observed.outcome = ClientOutcome::Denied { decided_by: source, is_from_cache, retry_us };
                 observed.stale_denial =
                     is_from_cache && !self.are_permits_held(&observed) && self.is_stale(&checks, &decision);
+                self.charge_debts(request, limiter, &checks, &decision, &mut observed).await;
             }
         }
         self.note(request, &observed, &reason);
         observed
+    }
+
+    /// Charge what a denied request nevertheless charges, as the rate limit service does for `charge = "always"`.
+    async fn charge_debts(
+        &self,
+        request: &Request,
+        limiter: &Limiter,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Decision<'_>,
+        observed: &mut ObservedRequest,
+    ) {
+        let denies = |index: usize| decision.violated().any(|result| result.limit_index == index);
+        let is_always_charged =
+            |index: &usize| self.schedule.limits[request.route[*index]].cost_mode == CostMode::Always;
+        let debts: Vec<_> = (0..checks.len()).filter(is_always_charged).filter(|index| denies(*index)).collect();
+        for index in &debts {
+            observed.limits[*index].charged_later = checks[*index].cost;
+        }
+        let debts: Vec<_> = debts.into_iter().map(|index| &checks[index]).collect();
+        if !debts.is_empty() {
+            limiter.charge_before(&debts, decision.decided_by, monotonic() + self.schedule.timeout).await;
+        }
     }
 
     fn note(&self, request: &Request, observed: &ObservedRequest, reason: &str) {

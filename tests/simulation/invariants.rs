@@ -366,13 +366,8 @@ impl History<'_> {
         for observed in self.requests.iter().filter(|observed| !observed.is_overloaded) {
             for part in observed.limits.iter().filter(|part| !part.shadow_denied) {
                 let spec = &self.schedule.limits[part.limit];
-                let is_local = observed.outcome == ClientOutcome::Admitted(DecidedBy::Local);
-                let cost = match spec.cost_mode {
-                    CostMode::Deferred => part.charged_later,
-                    CostMode::Upfront | CostMode::Refundable => spec.cost * u64::from(!part.is_refunded),
-                };
-                if is_local && spec.limit.usage.is_some() {
-                    *charged.entry(&part.state).or_default() += cost as i64;
+                if observed.is_decided_by(DecidedBy::Local) && spec.limit.usage.is_some() {
+                    *charged.entry(&part.state).or_default() += charged_in_the_end(spec, observed, part) as i64;
                 }
             }
         }
@@ -453,14 +448,9 @@ impl History<'_> {
                 if observed.outcome == ClientOutcome::Cancelled && self.may_be_granted(observed, &part.state) {
                     *uncertain.entry(&part.state).or_default() += spec.cost as i64;
                 }
-                if observed.outcome != ClientOutcome::Admitted(DecidedBy::Store) {
-                    continue;
+                if observed.is_decided_by(DecidedBy::Store) {
+                    *expected.entry(&part.state).or_default() += charged_in_the_end(spec, observed, part) as i64;
                 }
-                let cost = match spec.cost_mode {
-                    CostMode::Deferred => part.charged_later,
-                    CostMode::Upfront | CostMode::Refundable => spec.cost * u64::from(!part.is_refunded),
-                };
-                *expected.entry(&part.state).or_default() += cost as i64;
             }
         }
         let admitted = self.admitted_units();
@@ -478,7 +468,7 @@ impl History<'_> {
                 );
                 violated("charges of rejected requests are refunded", message);
             }
-            if spec.cost_mode == CostMode::Deferred || spec.limit.shadow || spec.limit.prefetch > 0 {
+            if spec.goes_into_debt() || spec.limit.shadow || spec.limit.prefetch > 0 {
                 continue;
             }
             let charge = |cost| charge(state, &spec.limit.default_variant.state_name, spec.rule(), cost);
@@ -612,6 +602,14 @@ impl History<'_> {
                 violated("no more requests run than there are permits", message);
             }
         }
+    }
+}
+
+/// Return what a request charges in the end, with what it charged after its response or its denial.
+fn charged_in_the_end(spec: &ScheduledLimit, observed: &ObservedRequest, part: &RequestLimit) -> u64 {
+    match observed.outcome {
+        ClientOutcome::Admitted(_) if spec.cost_mode != CostMode::Deferred => spec.cost * u64::from(!part.is_refunded),
+        _ => part.charged_later,
     }
 }
 

@@ -18,7 +18,7 @@ use crate::gateway::{ClientOutcome, Gateway, LoadGenerator, ObservedRequest};
 use crate::invariants::{self, Violation};
 use crate::network::SimulatedNetwork;
 use crate::overrides::Watch;
-use crate::schedule::{Class, CostMode, Fault, Incident, Request, Schedule, ScheduledLimit};
+use crate::schedule::{Class, Fault, Incident, Request, Schedule, ScheduledLimit};
 use crate::store::{StateId, charge};
 
 /// The permit of an ended request must be released within this time, even if the first attempt to release it fails.
@@ -275,7 +275,7 @@ impl Run {
         for (index, spec) in schedule.limits.iter().enumerate() {
             if spec.limit.shadow
                 || spec.is_calendar()
-                || spec.cost_mode == CostMode::Deferred
+                || spec.goes_into_debt()
                 || spec.limit.name.starts_with("heartbeat")
             {
                 continue;

@@ -116,6 +116,8 @@ pub enum CostMode {
     Refundable,
     /// The cost is charged after the response.
     Deferred,
+    /// The check charges the cost. If the limit denies the request, the cost is charged as a debt.
+    Always,
 }
 
 #[derive(Debug)]
@@ -139,6 +141,11 @@ impl ScheduledLimit {
     pub fn identity(&self, client: u64) -> Identity {
         let client = if self.is_global { u64::MAX } else { client };
         IdentityHasher::new("simulation").hash(&client.to_le_bytes())
+    }
+
+    /// Return whether a request may charge more than the limit has left.
+    pub fn goes_into_debt(&self) -> bool {
+        matches!(self.cost_mode, CostMode::Deferred | CostMode::Always)
     }
 
     /// Return whether the limit has calendar windows.
@@ -411,7 +418,13 @@ impl Schedule {
                 _ if is_concurrency || theme == Theme::Denials => CostMode::Upfront,
                 Theme::Refunds => random.pick(&[CostMode::Refundable, CostMode::Refundable, CostMode::Deferred]),
                 Theme::Prefetch => random.pick(&[CostMode::Upfront, CostMode::Upfront, CostMode::Refundable]),
-                _ => random.pick(&[CostMode::Upfront, CostMode::Upfront, CostMode::Refundable, CostMode::Deferred]),
+                _ => random.pick(&[
+                    CostMode::Upfront,
+                    CostMode::Upfront,
+                    CostMode::Refundable,
+                    CostMode::Deferred,
+                    CostMode::Always,
+                ]),
             };
             let cost = match (theme, is_concurrency) {
                 (_, true) | (Theme::Prefetch | Theme::Denials, _) => 1,
