@@ -24,7 +24,9 @@ use crate::admin::response::{AdminResponse, ApiError, Result, format_rfc3339};
 use crate::admin::state::{ProcessState, ReadinessReport};
 use crate::clock::{monotonic, unix_us};
 use crate::limiter::metrics::{BUCKET_BOUNDS_US, Counter, Histogram};
-use crate::proxy::metrics::{COUNTED_STATUSES, LimitDecision, STATUS_CLASSES, split_token_counter_name};
+use crate::proxy::metrics::{
+    COUNTED_STATUSES, LimitDecision, STATUS_CLASSES, descriptor_name, split_token_counter_name,
+};
 use crate::telemetry::outcome::RequestOutcome;
 
 /// Maximum number of concurrent subscribers: a quarter of the maximum number of connections of the admin listener, so
@@ -76,6 +78,7 @@ struct SecondEvent<'a> {
     /// Responses to requests that match no route, since the start of the process.
     unmatched: u64,
     routes: Vec<RouteRequestCounts<'a>>,
+    descriptors: Vec<DescriptorDecisionCounts<'a>>,
     upstreams: Vec<UpstreamRequestCounts<'a>>,
     limits: Vec<LimitDecisionCounts<'a>>,
     health: ReadinessReport<'a>,
@@ -118,6 +121,18 @@ struct RouteRequestCounts<'a> {
     gateway_errors: u64,
     /// 95th percentile of the time to the response headers in the last 10 to 20 s.
     p95_ms: Option<f32>,
+}
+
+/// Decisions of a descriptor on calls of the rate limit service since the start of the process.
+#[derive(Serialize)]
+struct DescriptorDecisionCounts<'a> {
+    /// Domain and entries.
+    descriptor: String,
+    limits: Vec<&'a str>,
+    allowed: u64,
+    denied: u64,
+    /// Decisions without an answer of the store.
+    errors: u64,
 }
 
 /// Requests to an upstream since the start of the process. `errors` counts 5xx responses and requests without a
@@ -289,6 +304,19 @@ fn second_event(second: PeriodStats, interval: Option<PeriodStats>, history: &Hi
         let p95_ms = older.get(&route.name).and_then(|earlier| quantile(&difference(&latency, earlier), 0.95));
         RouteRequestCounts { route: &route.name, allowed, denied, errors, gateway_errors, p95_ms }
     });
+    let decided: BTreeMap<_, _> = state.request_metrics.descriptors.all().into_iter().collect();
+    let descriptors = active.config.descriptors.rules.iter().take(MAX_LISTED_DESCRIPTORS).map(|rule| {
+        let workers = decided.get(&*descriptor_name(&rule.domain, &rule.name)).into_iter().flatten();
+        let counts = sum_counts(workers.map(|counter| counter.values()));
+        let sum = |kinds: &[LimitDecision]| kinds.iter().map(|kind| counts[*kind as usize]).sum();
+        DescriptorDecisionCounts {
+            descriptor: format!("{} {}", rule.domain, rule.name),
+            limits: rule.limits.iter().map(|limit| &*limit.limit.name).collect(),
+            allowed: sum(&[LimitDecision::Allowed, LimitDecision::LocalAllowed, LimitDecision::ShadowDenied]),
+            denied: sum(&[LimitDecision::Denied, LimitDecision::LocalDenied]),
+            errors: sum(&[LimitDecision::StoreError]),
+        }
+    });
     let responses: BTreeMap<_, _> = state.request_metrics.upstreams.all().into_iter().collect();
     let upstreams = active.config.upstreams.iter().map(|upstream| {
         let workers = responses.get(&*upstream.name).into_iter().flatten();
@@ -310,6 +338,7 @@ fn second_event(second: PeriodStats, interval: Option<PeriodStats>, history: &Hi
         statuses,
         unmatched,
         routes: routes.collect(),
+        descriptors: descriptors.collect(),
         upstreams: upstreams.collect(),
         limits: limits.collect(),
         health: state.readiness(),
@@ -346,6 +375,9 @@ const MAX_LIMIT_HISTORIES: usize = 64;
 
 /// Maximum number of routes with a 95th percentile, which bounds the memory: each takes 300 bytes.
 const MAX_ROUTE_LATENCIES: usize = 512;
+
+/// Maximum number of descriptors in an event, which bounds its length.
+const MAX_LISTED_DESCRIPTORS: usize = 512;
 
 /// Number of intervals that `/api/status` adds up: one minute.
 const RECENT_INTERVALS: usize = 6;
@@ -538,15 +570,21 @@ impl CounterSnapshot {
         let denials = state.request_metrics.denied_requests.all();
         let [denied] = sum_counts(denials.iter().flat_map(|(_, counters)| counters).map(|counter| counter.values()));
         let errors = classes[SERVER_ERROR];
+        // A call of the rate limit service that cannot be parsed is none of these.
+        let [calls_allowed, calls_denied, calls_failed, calls_unchecked, _invalid] = state.call_counts();
         let check_durations = state.request_metrics.check_durations.all();
+        let call_durations = state.request_metrics.call_durations.all();
+        let calls = || call_durations.iter().flat_map(|(_, all)| all).map(AsRef::as_ref);
         let limits = state.limiter_metrics.all();
         CounterSnapshot {
             taken_at,
-            allowed: classes.iter().sum::<u64>().saturating_sub(denied + errors),
-            denied,
-            errors,
-            request_latency: sum_buckets(routes().map(|responses| &responses.latency)),
-            check_latency: sum_buckets(check_durations.iter().flat_map(|(_, all)| all).map(AsRef::as_ref)),
+            allowed: classes.iter().sum::<u64>().saturating_sub(denied + errors) + calls_allowed,
+            denied: denied + calls_denied,
+            errors: errors + calls_failed + calls_unchecked,
+            request_latency: sum_buckets(routes().map(|responses| &responses.latency).chain(calls())),
+            check_latency: sum_buckets(
+                check_durations.iter().flat_map(|(_, all)| all).map(AsRef::as_ref).chain(calls()),
+            ),
             round_trips: sum_buckets(limits.iter().flat_map(|(_, all)| all).map(|metrics| &metrics.round_trips)),
         }
     }

@@ -314,16 +314,13 @@ impl ProcessState {
                 writer.write_counter(&[("route", &route), ("kind", kind)], tokens)?;
             }
         }
-        let check_durations = self.request_metrics.check_durations.all();
+        let durations = [&self.request_metrics.check_durations, &self.request_metrics.call_durations];
+        let durations: Vec<_> = durations.into_iter().flat_map(MetricFamily::all).collect();
         let mut writer = exposition.histogram(
             "decision_duration",
             "Duration of the rate limit check of a request, including all its limits",
         )?;
-        write_histogram(
-            &mut writer,
-            &[],
-            check_durations.iter().flat_map(|(_, histograms)| histograms).map(AsRef::as_ref),
-        )
+        write_histogram(&mut writer, &[], durations.iter().flat_map(|(_, histograms)| histograms).map(AsRef::as_ref))
     }
 
     /// Write the metrics of the calls of the rate limit service.

@@ -278,6 +278,8 @@ pub struct RequestMetrics {
     pub forward_auth: MetricFamily<Counter<4>>,
     /// Duration of rate limit checks, for all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
+    /// Duration of the checks of calls of the rate limit service.
+    pub call_durations: MetricFamily<Histogram>,
     /// Requests for WebSockets on routes that do not allow WebSockets.
     pub ignored_websockets: MetricFamily<Counter<1>>,
     /// Copies of mirrored requests, by route.
@@ -358,7 +360,7 @@ pub fn split_token_counter_name(name: &str) -> (&str, &str) {
 }
 
 /// Return the name of the counters of a descriptor: its domain and its entries, separated by a line break.
-fn descriptor_name(domain: &str, entries: &str) -> String {
+pub fn descriptor_name(domain: &str, entries: &str) -> String {
     format!("{domain}\n{entries}")
 }
 
@@ -419,6 +421,7 @@ pub(super) struct WorkerMetrics {
     /// Counters of [`AuthResult`] by the index of the provider. `None` for providers of any kind except `forward`.
     forward_auth: Vec<Option<Arc<Counter<4>>>>,
     check_durations: Arc<Histogram>,
+    call_durations: Arc<Histogram>,
     ignored_websockets: Arc<Counter<1>>,
     pub(super) mirror_budget: Arc<BufferBudget>,
     pub(super) inspected_by_network: Arc<UsageByNetwork>,
@@ -620,6 +623,7 @@ impl WorkerMetrics {
                 })
                 .collect(),
             check_durations: request_metrics.check_durations.get_or_create("", worker),
+            call_durations: request_metrics.call_durations.get_or_create("", worker),
             ignored_websockets: request_metrics.ignored_websockets.get_or_create("", worker),
             mirror_budget: mirror_budget.clone(),
             inspected_by_network: request_metrics.inspected_by_network.clone(),
@@ -721,8 +725,8 @@ impl WorkerMetrics {
     }
 
     /// Record the duration of the checks of a call of the rate limit service.
-    pub(super) fn record_check_duration(&self, elapsed: Duration) {
-        self.check_durations.observe(elapsed);
+    pub(super) fn record_call_duration(&self, elapsed: Duration) {
+        self.call_durations.observe(elapsed);
     }
 
     /// Record a call of the rate limit service.

@@ -354,7 +354,13 @@ fn record(
     let mut recorded: Vec<_> = call.groups.iter().map(|group| vec![false; group.charges.len()]).collect();
     for (descriptor, sent) in call.descriptors.iter().zip(&request.descriptors) {
         let Some(MatchedRule { index: rule_index, rule }) = descriptor.rule else { continue };
-        let Some(group_index) = descriptor.group else { continue };
+        let Some(group_index) = descriptor.group else {
+            // Without a group, the descriptor is unlimited, or a refund.
+            if decision.is_admitted && !descriptor.is_refund {
+                metrics.record_descriptor(rule_index, LimitDecision::Allowed);
+            }
+            continue;
+        };
         let group = &call.groups[group_index];
         let group_decision = &decision.groups[group_index];
         let mut decided = descriptor.denies_all.map(|_| LimitDecision::Denied);
@@ -388,7 +394,7 @@ fn record(
         }
     }
     if call.groups.iter().any(|group| !group.charges.is_empty()) {
-        metrics.record_check_duration(elapsed);
+        metrics.record_call_duration(elapsed);
     }
 }
 

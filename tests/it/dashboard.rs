@@ -4,10 +4,13 @@ use crate::support::admin_listener::{HERE, ask, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
+use crate::support::grpc::Grpc;
 use crate::support::upstream::Upstream;
 use serde_json::{Value, json};
+use sluicegate::payload::envoy::{Entry, RateLimitDescriptor, RateLimitRequest, RateLimitResponse};
 
 const TOKEN: (&str, &str) = ("authorization", "Bearer open-sesame");
+const SHOULD_RATE_LIMIT: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 /// The maximum number of concurrent event streams.
 const FOLLOWERS: usize = 16;
 
@@ -123,6 +126,44 @@ fn event_of_a_second_has_its_requests_and_decisions() {
     assert!(ends.is_sorted_by(|one, next| one < next), "{ends:?}");
     let next = later.second();
     assert!(next["second"]["at_ms"].as_u64() > ends.last().copied(), "{next} {ends:?}");
+}
+
+#[test]
+fn event_of_a_second_has_the_calls_of_the_rate_limit_service() {
+    let gateway = Gateway::start(&with_admin(
+        "[[listener]]\naddress = \"127.0.0.1:0\"\nprotocol = \"ratelimit\"\n\
+         [limit.user]\nby = \"entry:user\"\nquota = \"3/3650d\"\nalgorithm = \"fixed-window\"\n\
+         [[descriptor]]\ndomain = \"edge\"\nentries = [\"user\"]\nlimits = [\"user\"]\n\
+         [[descriptor]]\ndomain = \"edge\"\nentries = [\"free\"]\nunlimited = true\n",
+    ));
+    let (_, mut events) = Events::follow(&gateway, &[HERE]);
+    let (_, before) = events.next().unwrap();
+    assert!(before["example"].is_null(), "no route answers: {before}");
+    let client = Grpc::connect(gateway.address);
+    for key in ["user", "user", "user", "user", "user", "free"] {
+        let entries = vec![Entry { key: key.into(), value: "ada".into() }];
+        let descriptors = vec![RateLimitDescriptor { entries, ..RateLimitDescriptor::default() }];
+        let request = RateLimitRequest { domain: "edge".into(), descriptors, hits_addend: 0 };
+        client.call(SHOULD_RATE_LIMIT, &request, &[]).message::<RateLimitResponse>();
+    }
+    let mut seconds = before["seconds"].as_array().unwrap().clone();
+    let last = loop {
+        let now = events.second();
+        seconds.push(now["second"].clone());
+        if sum(&seconds) == [4, 2, 0] {
+            break now;
+        }
+        assert!(seconds.len() < 60, "the calls are in no event: {seconds:?}");
+    };
+    let [user, free] = [("edge user", json!(["user"]), [3, 2]), ("edge free", json!([]), [1, 0])].map(
+        |(descriptor, limits, [allowed, denied])| {
+            json!({ "descriptor": descriptor, "limits": limits, "allowed": allowed, "denied": denied, "errors": 0 })
+        },
+    );
+    assert_eq!(last["descriptors"], json!([user, free]), "{last}");
+    assert!(seconds.iter().any(|second| second["p50_ms"].as_f64() > Some(0.0)), "{seconds:?}");
+    // `sluicegate status` prints these numbers.
+    assert_eq!(kinds(&ask(&gateway, "/api/status").json()["last_minute"]), [4, 2, 0]);
 }
 
 #[test]

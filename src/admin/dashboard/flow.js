@@ -17,11 +17,12 @@ const NO_LIMITS = "no limits";
 /** Return the methods, the first host and the path of a route. */
 function describeMatch({ methods, hosts, path, path_regex: expression }) {
   const more = hosts?.length > 1 ? ` (+${hosts.length - 1}) ` : "";
-  return `${methods?.join(" ") ?? ""} ${hosts?.[0] ?? ""}${more}${path ?? expression}`.trim();
+  return `${methods?.join(" ") ?? ""} ${hosts?.[0] ?? ""}${more}${path ?? expression ?? ""}`.trim();
 }
 
 /** Return where the requests of a route go: the key, the name, and the share of the requests. */
 function targetsOf(route) {
+  if (route.is_descriptor) return [{ key: "respond", name: "answers the proxy", share: 1 }];
   if (route.respond) return [{ key: "respond", name: `responds with ${route.respond.status ?? 200}`, share: 1 }];
   if (route.redirect) return [{ key: "respond", name: `redirects to ${route.redirect.to ?? route.redirect.scheme}`, share: 1 }];
   const weights = typeof route.upstream === "string" ? { [route.upstream]: 1 } : route.upstream ?? {};
@@ -84,7 +85,7 @@ function drawLines() {
 }
 
 /**
- * Show the routes, the busiest ones first, with their limits and upstreams. `rates` contains the requests per second of
+ * Show the routes and the descriptors, the busiest ones first, with their limits and upstreams. `rates` contains the requests per second of
  * each route by outcome, `totals` the number of requests of each route since the start of the gateway, `latencies` the
  * p95 of each route in ms, `limitRates` and `upstreamRates` the rates of each limit and upstream. Errors of the gateway
  * itself belong to the route, the other errors to the upstream.

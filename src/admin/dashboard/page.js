@@ -129,6 +129,12 @@ function configurationProblems({ last_error: lastError, rejected_files: rejected
   ];
 }
 
+/** Return the counts of the routes and of the descriptors of an event, by name. Errors of a descriptor are those of the gateway. */
+const lanesOf = ({ routes, descriptors }) => new Map([
+  ...routes.map((route) => [route.route, route]),
+  ...descriptors.map((each) => [each.descriptor, { ...each, gateway_errors: each.errors }]),
+]);
+
 /** Show the limits, routes and upstreams with their rates in the most recent events. */
 function showRecent() {
   const event = recentEvents.at(-1);
@@ -141,10 +147,11 @@ function showRecent() {
     intervals: intervals.filter(({ at_ms }) => at_ms > range.end - range.rangeMs),
   });
 
-  const routesBefore = new Map(first.routes.map((route) => [route.route, route]));
-  const rates = new Map(event.routes.map((route) => [route.route, Object.fromEntries([...OUTCOMES, "gateway_errors"].map((kind) =>
-    [kind, rateBetween(route[kind], routesBefore.get(route.route)?.[kind], elapsed) ?? 0]))]));
-  const totals = new Map(event.routes.map((route) => [route.route, OUTCOMES.reduce((sum, kind) => sum + route[kind], 0)]));
+  const lanes = lanesOf(event);
+  const lanesBefore = lanesOf(first);
+  const rates = new Map([...lanes].map(([name, counts]) => [name, Object.fromEntries([...OUTCOMES, "gateway_errors"].map((kind) =>
+    [kind, rateBetween(counts[kind], lanesBefore.get(name)?.[kind], elapsed) ?? 0]))]));
+  const totals = new Map([...lanes].map(([name, counts]) => [name, OUTCOMES.reduce((sum, kind) => sum + counts[kind], 0)]));
   const shadow = new Set(event.limits.filter((limit) => limit.shadow).map(({ limit }) => limit));
   const latencies = new Map(event.routes.map(({ route, p95_ms: p95 }) => [route, p95]));
   const { upstreams } = event.health;
@@ -160,7 +167,10 @@ function showRecent() {
   const upstreamsBefore = new Map(first.upstreams.map((upstream) => [upstream.upstream, upstream]));
   const upstreamRates = new Map(event.upstreams.map((each) => [each.upstream, Object.fromEntries(["requests", "errors"].map((kind) =>
     [kind, rateBetween(each[kind], upstreamsBefore.get(each.upstream)?.[kind], elapsed)]))]));
-  if (configuration) showFlow(configuration.route ?? [], { rates, totals, latencies, upstreams, shadow, limitRates, upstreamRates });
+  const descriptors = event.descriptors.map(({ descriptor: name, limits }) => ({ name, limits, is_descriptor: true }));
+  const kinds = [...configuration?.route?.length ? ["Routes"] : [], ...descriptors.length ? ["Descriptors"] : []];
+  setText(find("#lanes-title"), kinds.join(", ") || "Routes");
+  if (configuration) showFlow([...configuration.route ?? [], ...descriptors], { rates, totals, latencies, upstreams, shadow, limitRates, upstreamRates });
   const endpoints = Object.entries(upstreams).flatMap(([upstream, all]) => all.map((endpoint) => [upstream, endpoint]));
   updateTable(find("#health table"), endpoints.map(([upstream, { server, state, in_flight }], index) => {
     // The events have rates per upstream, not per endpoint. Show them in the row of the upstream's first endpoint.
