@@ -90,6 +90,10 @@ def stream_response():
     return "".join(f"data: {json.dumps({**common, **chunk})}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
+def upstream_configuration(port):
+    return UPSTREAM.format(upstream=port, body="x" * 100, chat=json.dumps(chat_response()), stream=json.dumps(stream_response()))
+
+
 def request(route, key):
     """Return a request without a body or, for chat and stream routes, a chat request of 2 KiB."""
     route = route.removeprefix("logged/")
@@ -145,10 +149,8 @@ def route_table(name, limits):
     return f'[[route]]\nname = "{name}"\npath = "/{path}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
 
 
-def instructions(binary, directory, store, route, rounds, upstream):
-    """Return the number of instructions that a gateway executes for `rounds` rounds, with start and shutdown."""
-    port = free_port()
-    config = directory / "gateway.toml"
+def configuration(directory, port, store, route, upstream):
+    """Write the configuration of a gateway that serves a route, and return its path."""
     is_decision = route.startswith("decide/")
     # A listener for decisions serves no routes that count tokens.
     routes = "".join(route_table(name, limits) for name, limits in ROUTES.items() if not (is_decision and "/" in name))
@@ -157,22 +159,35 @@ def instructions(binary, directory, store, route, rounds, upstream):
         text = text.replace('access = "off"', f'access = "{directory}/access.log"', 1)
     if is_decision:
         text = text.replace("[log]", 'protocol = "decisions"\n[client_ip]\ntrusted_proxies = ["127.0.0.1"]\n[log]', 1)
+    config = directory / f"{port}.toml"
     config.write_text(text)
+    return str(config)
+
+
+def ask(gateway, port, route, rounds):
+    """Send `rounds` requests on each connection. The connections send at the same time."""
+    connections = [(connect(port, gateway), b"") for _ in range(CONNECTIONS)]
+    for number in range(rounds):
+        for index, (connection, _) in enumerate(connections):
+            connection.sendall(request(route, f"{port}-{index}"))
+        for index, (connection, pending) in enumerate(connections):
+            status, pending = answer(connection, pending)
+            expected = 429 if route.endswith("deny") and number > 0 else 200
+            if status != expected:
+                raise SystemExit(f"{route}: {status} instead of {expected}")
+            connections[index] = (connection, pending)
+
+
+def instructions(binary, directory, store, route, rounds, upstream):
+    """Return the number of instructions that a gateway executes for `rounds` rounds, with start and shutdown."""
+    port = free_port()
+    config = configuration(directory, port, store, route, upstream)
     count = directory / "count"
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={count}"]
     with open(directory / "log", "w") as log:
-        gateway = subprocess.Popen(valgrind + [binary, "--config", str(config)], stdout=log, stderr=log)
+        gateway = subprocess.Popen(valgrind + [binary, "--config", config], stdout=log, stderr=log)
     try:
-        connections = [(connect(port, gateway), b"") for _ in range(CONNECTIONS)]
-        for number in range(rounds):
-            for index, (connection, _) in enumerate(connections):
-                connection.sendall(request(route, f"{port}-{index}"))
-            for index, (connection, pending) in enumerate(connections):
-                status, pending = answer(connection, pending)
-                expected = 429 if route.endswith("deny") and number > 0 else 200
-                if status != expected:
-                    raise SystemExit(f"{route}: {status} instead of {expected}")
-                connections[index] = (connection, pending)
+        ask(gateway, port, route, rounds)
     finally:
         gateway.terminate()
         gateway.wait()
@@ -189,8 +204,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="instructions-") as name:
         directory = pathlib.Path(name)
         redis_port, upstream_port = free_port(), free_port()
-        (directory / "upstream.toml").write_text(UPSTREAM.format(
-            upstream=upstream_port, body="x" * 100, chat=json.dumps(chat_response()), stream=json.dumps(stream_response())))
+        (directory / "upstream.toml").write_text(upstream_configuration(upstream_port))
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         redis = subprocess.Popen(["redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1"], cwd=name, **quiet)
         upstream = subprocess.Popen([binary, "--config", name + "/upstream.toml"], **quiet)
