@@ -67,7 +67,7 @@ use crate::limiter::Limiter;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::overrides::OverrideTable;
-use crate::payload::llm::request::{with_models, with_usage_option};
+use crate::payload::llm::request::with_usage_option;
 use crate::payload::mcp_tools::{ToolFilter, ToolRules};
 use crate::proxy::admission::{Admission, AdmissionIo, Admitted, RequestFacts};
 use crate::proxy::body::{BodyContent, BodyRead};
@@ -80,7 +80,7 @@ use crate::proxy::forward::{Forwarding, RequestVariables};
 use crate::proxy::forward_auth::AuthServer;
 use crate::proxy::held_decisions::{HeldDecision, HeldDecisions, HeldLimits};
 use crate::proxy::holdings::{Held, Holdings};
-use crate::proxy::llm::LlmRequest;
+use crate::proxy::llm::{LlmRequest, UpstreamResponses};
 use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::metrics::{LimitDecision, RequestMetrics};
 use crate::proxy::named_limits::{NamedCall, NamedLimits};
@@ -593,21 +593,13 @@ impl AdmissionIo for GatewayIo<'_, '_> {
     }
 
     async fn counts_tokens(&mut self, llm: &mut LlmRequest, route: &Route) -> Result<(), LlmError> {
-        self.record.model(llm.model.as_deref(), llm.operation);
+        self.record.model(llm.model(None), llm.operation);
         llm.is_traced = self.record.trace().is_some();
         if route.rate_limits.llm.is_some_and(|llm| llm.learns_output) {
             llm.learned = Some(self.snapshot.metrics.learned_output.clone());
         }
         if llm.has_aliases {
-            let route = self.snapshot.config.routes[route.index].clone();
-            let change = move |body: &[u8]| {
-                let model = |name: &str| route.model_aliases.get(name).map(|model| &**model);
-                with_models(body, model).map_err(LlmError::from)
-            };
-            body::change(self.body, self.snapshot, change).await?;
-        }
-        if llm.hides_usage {
-            body::change(self.body, self.snapshot, |body| Ok(with_usage_option(body))).await?;
+            body::replace_models(self.body, self.snapshot, route, None).await?;
         }
         Ok(())
     }
@@ -778,6 +770,8 @@ struct Attempt<'a> {
     credentials: Credentials<'a>,
     /// Whether the gateway reads the token usage of an LLM API in the response.
     counts_tokens: bool,
+    /// Whether the gateway requests this usage, if the upstream accepts that.
+    requests_usage: bool,
     /// Whether the gateway removes MCP tools from the response.
     filters_tools: bool,
 }
@@ -888,7 +882,8 @@ impl<'a> Exchange<'a> {
         }
         let holdings = Holdings::new(decision, llm);
         let tool_rules = admission::tool_rules(route, &self.facts.credentials);
-        let (mut rest, mut replaced) = (None, Vec::new());
+        let mut rest = None;
+        let mut responses = UpstreamResponses::default();
         let result = match &route.action {
             RouteAction::DirectResponse(respond) => {
                 request_body::discard_body(request, flow);
@@ -907,29 +902,38 @@ impl<'a> Exchange<'a> {
             RouteAction::Forward(weighted_upstreams) => {
                 let index = weighted_upstreams.pick();
                 let counts_tokens = holdings.counts_tokens();
+                let requests_usage = holdings.llm().is_some_and(|llm| llm.hides_usage);
                 rest = counts_tokens.then(|| body::rest_bounds(snapshot, peer, request.headers()));
                 let filters_tools = !tool_rules.is_empty();
                 // If the route rewrites the path, send the rewritten target, otherwise the path to forward.
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 // Box the futures. Otherwise they would be a part of this future, and would be moved with it for every
                 // request.
-                if route.fallback.is_empty() {
+                let has_fallback = !route.fallback.is_empty();
+                let credentials = &mut self.facts.credentials;
+                let credentials = if has_fallback { credentials.clone() } else { mem::take(credentials) };
+                let fallback = None;
+                let attempt =
+                    Attempt { index, fallback, target, credentials, counts_tokens, requests_usage, filters_tools };
+                if !has_fallback {
                     let mut no_replay = None;
-                    let credentials = mem::take(&mut self.facts.credentials);
-                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
                     let attempted = boxed(|| self.attempt(route, attempt, request, &mut no_replay)).await;
-                    replaced = attempted.replaced;
+                    responses.add_replaced(attempted.replaced);
                     attempted.result
                 } else {
                     let path = forwarded_path.unwrap_or_else(|| request.uri().path().to_owned());
-                    let credentials = self.facts.credentials.clone();
-                    let attempt = Attempt { index, fallback: None, target, credentials, counts_tokens, filters_tools };
-                    boxed(|| self.attempt_with_fallback(route, attempt, request, &path, &mut replaced)).await
+                    let llm = holdings.llm();
+                    let result =
+                        boxed(|| self.attempt_with_fallback(route, attempt, request, &path, llm, &mut responses)).await;
+                    if let (Some(llm), Some(_)) = (llm, responses.fallback) {
+                        self.record.model(llm.model(responses.fallback), llm.operation);
+                    }
+                    result
                 }
             }
         };
         // The response waits for the settlement, so that its headers contain the values after the settlement.
-        let mut settled = holdings.settle(route, &snapshot.metrics, &result, rest, &replaced).await;
+        let mut settled = holdings.settle(route, &snapshot.metrics, &result, rest, &responses).await;
         // Return early after an error. This drops the decision, which releases the permits of the request.
         let mut response = result.map_err(Rejection::Upstream)?;
         if route.rate_limits.llm.is_some_and(|llm| !llm.provider_headers) {
@@ -979,12 +983,16 @@ impl<'a> Exchange<'a> {
         &mut self,
         route: &'a Route,
         attempt: Attempt<'a>,
-        request: Box<Request<RequestBody>>,
+        mut request: Box<Request<RequestBody>>,
         replay: &mut Option<ReplayBody>,
     ) -> Attempted {
-        let Attempt { index, fallback, target, credentials, counts_tokens, filters_tools } = attempt;
+        let Attempt { index, fallback, target, credentials, counts_tokens, requests_usage, filters_tools } = attempt;
         let Exchange { snapshot, peer, flow, .. } = *self;
         let upstream = &*snapshot.upstreams[index];
+        if requests_usage && upstream.includes_usage() {
+            // The change fails only if the runtime shuts down.
+            let _ = boxed(|| body::change(request.body_mut(), snapshot, |body| Ok(with_usage_option(body)))).await;
+        }
         let started_at = monotonic();
         let log = AttemptLog::new(self.record.is_logged());
         let log = if route.fallback.is_empty() { log } else { log.keep_body() };
@@ -1033,49 +1041,55 @@ impl<'a> Exchange<'a> {
     }
 
     /// Send a request to the upstream of the route, and then to its fallbacks until one of them gives a final result.
-    /// `path` is the path of the request in its forwarded form. If the gateway counts tokens, store the responses that
-    /// the client does not get in `replaced`.
+    /// `path` is the path of the request in its forwarded form. `llm` is a request whose tokens are counted.
     async fn attempt_with_fallback(
         &mut self,
         route: &'a Route,
         first: Attempt<'a>,
-        request: Box<Request<RequestBody>>,
+        mut request: Box<Request<RequestBody>>,
         path: &str,
-        replaced: &mut Vec<ReplacedResponse>,
+        llm: Option<&LlmRequest>,
+        responses: &mut UpstreamResponses,
     ) -> Result<Box<Response<Body>>, UpstreamError> {
         let received = request_head(&request);
-        let Attempt { target, credentials, counts_tokens, filters_tools, .. } = &first;
-        let target = target.clone();
-        let credentials = credentials.clone();
-        let counts_tokens = *counts_tokens;
-        let filters_tools = *filters_tools;
+        let Attempt { counts_tokens, requests_usage, filters_tools, .. } = first;
+        let target = first.target.clone();
+        let credentials = first.credentials.clone();
+        // The body without the changes for the upstream of the route or for a fallback.
+        let has_aliases = |llm: &LlmRequest| (0..route.fallback.len()).any(|index| llm.has_aliases_at(index));
+        let is_changed = requests_usage || llm.is_some_and(has_aliases);
+        let original = if is_changed { request.body_mut().replayable() } else { None };
         let mut replay = None;
         let mut attempted = self.attempt(route, first, request, &mut replay).await;
         // The upgrade of a connection belongs to the first attempt.
         let is_upgrade = route.websocket && received.headers().contains_key(UPGRADE);
-        for fallback in route.fallback.iter().filter(|_| !is_upgrade) {
-            let Some(body) = attempted.next_body.take() else { break };
-            let rewritten = match &fallback.rewrite {
-                None => target.clone(),
-                Some(rewrite) => {
-                    let target = rewrite.apply(&route.path_pattern, path, received.uri().query()).ok();
-                    let Some(target) = target.and_then(|target| llm::renamed_target(target, route)) else { break };
-                    Some(target)
-                }
-            };
-            replaced.append(&mut attempted.replaced);
+        for (index, fallback) in route.fallback.iter().enumerate().filter(|_| !is_upgrade) {
+            responses.add_replaced(mem::take(&mut attempted.replaced));
+            let Some(mut body) = attempted.next_body.take() else { break };
+            let first = target.clone();
+            let Ok(target) = llm::fallback_target(fallback, route, first, path, received.uri()) else { break };
+            if let Some(original) = &original {
+                body = original.body();
+                replay = None;
+            }
+            if llm.is_some_and(|llm| llm.has_aliases_at(index))
+                && body::replace_models(&mut body, self.snapshot, route, Some(index)).await.is_err()
+            {
+                break;
+            }
             // Release the connection and the permit of the failed response.
             if let (Ok(response), true) = (attempted.result, counts_tokens) {
-                replaced.extend(ReplacedResponse::read(*response).await);
+                responses.add_replaced(ReplacedResponse::read(*response).await);
             }
+            responses.fallback = Some(index);
             let request = Box::new(request_head(&received).map(|()| body));
-            let index = fallback.upstream;
             let credentials = credentials.clone();
-            let fallback = Some(fallback);
-            let attempt = Attempt { index, fallback, target: rewritten, credentials, counts_tokens, filters_tools };
+            let (index, fallback) = (fallback.upstream, Some(fallback));
+            let attempt =
+                Attempt { index, fallback, target, credentials, counts_tokens, requests_usage, filters_tools };
             attempted = self.attempt(route, attempt, request, &mut replay).await;
         }
-        replaced.append(&mut attempted.replaced);
+        responses.add_replaced(attempted.replaced);
         attempted.result
     }
 

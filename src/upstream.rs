@@ -199,6 +199,11 @@ impl Upstream {
         self.cluster.settings.client_cert_header
     }
 
+    /// Return whether the servers of an LLM API accept that the gateway requests the usage of streams.
+    pub fn includes_usage(&self) -> bool {
+        self.cluster.settings.includes_usage
+    }
+
     /// Return the `Host` of requests for routes without `upstream_host`.
     pub fn host(&self) -> &HostPolicy {
         &self.cluster.settings.host

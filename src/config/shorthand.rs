@@ -489,6 +489,9 @@ pub struct FallbackTable {
     /// Changes to the headers of the request to this upstream, which replace `request_headers` of the route. Default:
     /// `request_headers` of the route.
     pub request_headers: Option<Spanned<HeaderRules>>,
+    /// Names that models have at this upstream: `{ gpt-5-mini = "my-deployment" }`. They replace the names that
+    /// `upstream` of the route gets. Requires a limit with `cost.llm` ([aliases](limits.md#aliases-of-models)).
+    pub model_aliases: BTreeMap<String, Text>,
 }
 
 /// A value with two forms: a short form, and a list or table.

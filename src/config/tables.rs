@@ -373,7 +373,7 @@ pub struct Limit {
     #[schemars(extend("enum" = ["admitted", "always"], "default" = "admitted"))]
     pub charge: Option<Text>,
     /// Response statuses for which the charge is refunded, such as `["5xx", "404"]`. Default: none. With `cost.llm`,
-    /// the default is `["4xx", "5xx"]`.
+    /// the default is `["3xx", "4xx", "5xx"]`.
     #[schemars(schema_with = "schema::statuses")]
     pub refund_on: Option<Vec<Text>>,
     /// Queue timeout: maximum time for which a request that exceeds the limit waits for quota, instead of being denied
@@ -539,6 +539,10 @@ pub struct Upstream {
     /// Service account of Google Cloud with whose access tokens the gateway sends requests: `{ service_account =
     /// "account.json" }`. Requires `https://` servers.
     pub google: Option<Spanned<UpstreamGoogle>>,
+    /// `false`: the servers reject `stream_options`, as those of Mistral do. The gateway then does not request the usage
+    /// of streams from them ([`cost.include_usage`](#cost)).
+    #[schemars(extend("default" = true))]
+    pub include_usage: Option<Spanned<bool>>,
     /// `"v2"`: start each connection to a server with a PROXY protocol header that contains the client address.
     /// Requests of different clients then never share a connection. Cannot be combined with `protocol = "http2"`.
     /// Default: no header.

@@ -457,7 +457,8 @@ async fn inspect<'a, I: AdmissionIo>(
     {
         return Err(Rejection::Llm(LlmError::HiddenUsage(name)));
     }
-    let paths = UpstreamPaths { first: &path, fallbacks: target.fallback_paths(route) };
+    let fallbacks = route.fallback.iter().map(|fallback| target.fallback_path(route, fallback)).collect();
+    let paths = UpstreamPaths { first: &path, fallbacks };
     let mut llm = llm::request(content, inspection, route, &paths, operation)?;
     io.counts_tokens(&mut llm, route).await.map_err(Rejection::Llm)?;
     Ok(Some(Box::new(llm)))

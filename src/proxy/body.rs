@@ -22,7 +22,7 @@ use crate::payload::llm::request::{RequestError, RequestInfo};
 use crate::proxy::config_snapshot::ConfigSnapshot;
 use crate::proxy::rejection::{InspectError, LlmError, Rejection, UnreadBody};
 use crate::proxy::request::Peer;
-use crate::snapshot::routes::{BodyUse, LlmInspection, RouteLimits};
+use crate::snapshot::routes::{BodyUse, LlmInspection, Route, RouteLimits};
 use crate::snapshot::{BodyInspection, CompiledConfig};
 
 /// The result of reading a body.
@@ -331,6 +331,25 @@ pub(super) async fn change(
     // The task fails only if the runtime shuts down.
     *bytes = changing.await.unwrap_or(Err(LlmError::NoCapacity))?.into();
     Ok(())
+}
+
+/// Replace the names of models in a body by `model_aliases` of the route, or of the fallback with this index.
+///
+/// # Errors
+/// The body would become too long.
+pub(super) async fn replace_models(
+    body: &mut RequestBody,
+    snapshot: &ConfigSnapshot,
+    route: &Route,
+    fallback: Option<usize>,
+) -> Result<(), LlmError> {
+    let route = snapshot.config.routes[route.index].clone();
+    let replace = move |body: &[u8]| {
+        let aliases = fallback.map_or(&route.model_aliases, |index| &route.fallback[index].model_aliases);
+        let model = |name: &str| aliases.get(name).map(|model| &**model);
+        request::with_models(body, model).map_err(LlmError::from)
+    };
+    change(body, snapshot, replace).await
 }
 
 /// Parse the bytes of a complete body. A blocking thread parses a long body, so that the other requests of the worker do

@@ -12,13 +12,12 @@ use crate::http::body_limits::{RestBounds, RestPermit};
 use crate::limiter::decision::Decision;
 use crate::limiter::settlement::{ConcurrencyPermits, Deferred, SettleAction};
 use crate::payload::mcp_tools::ToolFilter;
-use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement};
+use crate::proxy::llm::{LlmReport, LlmRequest, LlmSettlement, UpstreamResponses};
 use crate::proxy::local_reply::upstream_status;
 use crate::proxy::metrics::WorkerMetrics;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
 use crate::upstream::error::UpstreamError;
-use crate::upstream::retry::ReplacedResponse;
 
 /// The decision on an admitted request. If it is dropped, the permits are released, no deferred charge is made, and
 /// reservations stay charged.
@@ -53,33 +52,38 @@ impl<'a> Holdings<'a> {
         Holdings { decision, llm }
     }
 
+    /// Return the request to an LLM API whose tokens are counted.
+    pub(super) fn llm(&self) -> Option<&LlmRequest> {
+        self.llm.as_deref()
+    }
+
     /// Return whether the gateway reads the token usage of an LLM API in the response.
     pub(super) fn counts_tokens(&self) -> bool {
         self.llm.as_ref().is_some_and(|llm| llm.is_counted())
     }
 
     /// Make the charges and refunds that the status and the headers of the response determine. Do this even if the
-    /// upstream failed, because the status may cause a refund. Also charge the responses in `replaced`, which the
-    /// client does not get.
+    /// upstream failed, because the status may cause a refund. Also charge the responses that the client
+    /// does not get.
     pub(super) fn settle(
         self,
         route: &Route,
         metrics: &WorkerMetrics,
         result: &Result<Box<Response<Body>>, UpstreamError>,
         rest: Option<RestBounds>,
-        replaced: &[ReplacedResponse],
+        responses: &UpstreamResponses,
     ) -> impl Future<Output = Settled<'a>> + use<'a> {
         let Holdings { mut decision, llm } = self;
         let limits = &route.rate_limits.limits;
         // Most requests have no floors.
         let floors: Vec<CostFloor> = match &llm {
-            Some(llm) if !replaced.is_empty() || llm.has_learned_reservations() => {
-                (0..limits.len()).map(|index| CostFloor::new(llm, index, &limits[index], replaced)).collect()
+            Some(llm) if !responses.replaced.is_empty() || llm.has_learned_reservations() => {
+                (0..limits.len()).map(|index| CostFloor::new(llm, index, &limits[index], responses)).collect()
             }
             Some(_) | None => Vec::new(),
         };
         let reservations = match (llm, result) {
-            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response, rest, replaced),
+            (Some(llm), Ok(response)) => llm.settlement(&mut decision, route, metrics, response, rest, responses),
             (None, _) | (_, Err(_)) => None,
         };
         let charges = decision.deferred_charges.take();
@@ -126,8 +130,8 @@ struct CostFloor {
 }
 
 impl CostFloor {
-    fn new(llm: &LlmRequest, index: usize, limit: &RouteLimit, replaced: &[ReplacedResponse]) -> Self {
-        let refunded = llm.replaced_cost(limit, replaced);
+    fn new(llm: &LlmRequest, index: usize, limit: &RouteLimit, responses: &UpstreamResponses) -> Self {
+        let refunded = llm.replaced_cost(limit, responses);
         CostFloor { refunded, kept: llm.uncovered_maximum(index).unwrap_or(0).max(refunded) }
     }
 }

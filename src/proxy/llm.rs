@@ -1,13 +1,14 @@
 //! Token limits for LLM APIs: the gateway reserves tokens for a request, and settles the reservation at the end of the
 //! response.
 
+use std::iter;
 use std::mem;
 use std::ops::{ControlFlow, Range};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderName};
-use http::uri::{InvalidUri, PathAndQuery};
+use http::uri::{InvalidUri, PathAndQuery, Uri};
 use http::{HeaderMap, Response};
 use tokio::runtime::Handle;
 
@@ -28,6 +29,8 @@ use crate::proxy::body::BodyContent;
 use crate::proxy::metrics::{SETTLED_ESTIMATED, SETTLED_REPORTED, SETTLED_RESERVED, TokenMetrics, WorkerMetrics};
 use crate::proxy::rejection::{LlmError, Rejection, UnreadBody};
 use crate::snapshot::cost::{LlmCost, OnAbort, UnknownOperation};
+use crate::snapshot::route_action::ModelAliases;
+use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::{LlmInspection, Route, RouteLimit};
 use crate::telemetry::access_log::LimitInfo;
 use crate::upstream::retry::ReplacedResponse;
@@ -48,12 +51,12 @@ pub(super) fn remove_account_headers(headers: &mut HeaderMap) {
 #[derive(Debug)]
 pub struct LlmRequest {
     content: Content,
-    /// The model that determines the weights of the tokens.
-    pub(super) model: Option<Box<str>>,
+    /// The models at the upstream of the route.
+    models: NamedModels,
+    /// The models at each fallback of the route. `None` if they are the same as at the upstream of the route.
+    fallback_models: Vec<Option<NamedModels>>,
     /// The model that replaces an alias in the path.
     path_model: Option<Box<str>>,
-    /// Other models that the server may use, and that the body names.
-    other_models: Vec<Box<str>>,
     /// Whether the names of models in the body are aliases (`model_aliases`), which the gateway replaces.
     pub(super) has_aliases: bool,
     tier: Option<ServiceTier>,
@@ -65,8 +68,8 @@ pub struct LlmRequest {
     /// Whether a span records the model of the response.
     pub(super) is_traced: bool,
     path: Box<str>,
-    /// Whether the gateway itself has requested the event that reports the token usage in the stream. The gateway then
-    /// removes this event from the response.
+    /// Whether the gateway itself requests the event that reports the token usage in the stream, if the upstream accepts
+    /// that. The gateway then removes this event from the response.
     pub(super) hides_usage: bool,
     /// The output tokens of earlier responses. `None` if the gateway reserves the maximum.
     pub(super) learned: Option<Arc<LearnedOutput>>,
@@ -108,14 +111,87 @@ fn with_model(target: &PathAndQuery, model: &str) -> Result<PathAndQuery, Invali
     })
 }
 
-/// Return the target of a request to a fallback with an alias of a model replaced. Return `None` if the target is too
-/// long.
-pub(super) fn renamed_target(target: String, route: &Route) -> Option<PathAndQuery> {
-    let target = PathAndQuery::try_from(target).ok()?;
-    let alias = request::model_in_path(target.path()).and_then(|name| route.model_aliases.get(&*name));
-    match alias {
-        Some(model) => with_model(&target, model).ok(),
-        None => Some(target),
+/// Return the target of a request with an alias of a model in its path replaced.
+fn renamed_target(target: PathAndQuery, aliases: &ModelAliases) -> Result<PathAndQuery, InvalidUri> {
+    match request::model_in_path(target.path()).and_then(|name| aliases.get(&*name)) {
+        Some(model) => with_model(&target, model),
+        None => Ok(target),
+    }
+}
+
+/// Return the target of a request to a fallback, or `None` if it is equal to the received target. `first` is the target of
+/// the request to the upstream of the route, and `path` is the received path in its forwarded form.
+///
+/// # Errors
+/// The target would be invalid or too long.
+pub(super) fn fallback_target(
+    fallback: &Fallback,
+    route: &Route,
+    first: Option<PathAndQuery>,
+    path: &str,
+    received: &Uri,
+) -> Result<Option<PathAndQuery>, Rejection<'static>> {
+    let target = match &fallback.rewrite {
+        None if fallback.model_aliases.is_empty() => return Ok(first),
+        None => first.or_else(|| received.path_and_query().cloned()),
+        Some(rewrite) => {
+            let target = rewrite.apply(&route.path_pattern, path, received.query()).map_err(Rejection::InvalidPath)?;
+            Some(target.try_into().and_then(|target| renamed_target(target, &route.model_aliases)))
+                .transpose()
+                .map_err(|_| Rejection::UriTooLong)?
+        }
+    };
+    let renamed = target.map(|target| renamed_target(target, &fallback.model_aliases));
+    renamed.transpose().map_err(|_| Rejection::UriTooLong)
+}
+
+/// The models that a server may use for a request.
+#[derive(Debug, Clone, Default)]
+struct NamedModels {
+    /// The model that determines the weights of the tokens. A name with commas is a list, whose entries are in `others`.
+    model: Option<Box<str>>,
+    /// Other models that the server may use, and that the body names.
+    others: Vec<Box<str>>,
+    /// Whether a name in the body is an alias that is replaced for this upstream only.
+    has_aliases: bool,
+}
+
+impl NamedModels {
+    fn of_path(model: Box<str>) -> Self {
+        NamedModels { model: Some(model), ..NamedModels::default() }
+    }
+
+    /// Return the models that the server may use.
+    fn names(&self) -> impl Iterator<Item = &str> + Clone {
+        let model = self.model.as_deref().filter(|model| !model.contains(','));
+        model.into_iter().chain(self.others.iter().map(|model| &**model))
+    }
+
+    /// Replace aliases. Return whether there was one.
+    fn replace(&mut self, aliases: &ModelAliases) -> bool {
+        let mut has_aliases = false;
+        for name in self.model.iter_mut().chain(&mut self.others) {
+            if let Some(renamed) = request::renamed(name, |name| aliases.get(name).map(|model| &**model)) {
+                *name = renamed.into();
+                has_aliases = true;
+            }
+        }
+        has_aliases
+    }
+
+    /// Return the models that a server uses. `in_path` is the model in its path: such a server ignores the models in the
+    /// body.
+    fn at(self, in_path: Option<&str>, provider: Provider, aliases: &[&ModelAliases]) -> Self {
+        let has_aliases = self.has_aliases;
+        let models = match in_path {
+            Some(name) => {
+                let replace = |name, aliases: &&ModelAliases| aliases.get(&name).cloned().unwrap_or(name);
+                NamedModels::of_path(aliases.iter().fold(name.into(), replace))
+            }
+            None if provider.reads_model() => self,
+            None => NamedModels::default(),
+        };
+        NamedModels { has_aliases, ..models }
     }
 }
 
@@ -132,8 +208,8 @@ enum Content {
 pub struct UpstreamPaths<'p> {
     /// The path of the request to the upstream of the route.
     pub first: &'p str,
-    /// The paths of fallbacks that have a rewrite.
-    pub fallbacks: Vec<String>,
+    /// The path of the request to each fallback. `None` if it is the first path.
+    pub fallbacks: Vec<Option<String>>,
 }
 
 /// Return the maximum token usage of a request, which is computed from the values of its body. `operation` is the
@@ -175,44 +251,36 @@ pub fn request(
         Err(_) => Content::Unread,
         Ok(content) => content,
     };
-    let (written, mut other_models, tier) = match &mut content {
-        Content::Read(info) => (info.model.clone(), mem::take(&mut info.other_models), info.tier),
-        Content::Empty | Content::Unread => (None, Vec::new(), None),
+    let (mut named, tier) = match &mut content {
+        Content::Read(info) => {
+            let others = mem::take(&mut info.other_models);
+            (NamedModels { model: info.model.take(), others, has_aliases: false }, info.tier)
+        }
+        Content::Empty | Content::Unread => (NamedModels::default(), None),
     };
-    // Providers with the model in the path ignore the models in the body.
+    let has_aliases = named.replace(&route.model_aliases);
+    named.others.retain(|other| Some(other) != named.model.as_ref());
     let in_path = request::model_in_path(path);
-    let alias = |name: &str| route.model_aliases.get(name).map(|model| &**model);
-    let path_model: Option<Box<str>> = in_path.as_deref().and_then(alias).map(Box::from);
-    let model = path_model.clone().or_else(|| in_path.map(|model| model.into()));
-    let in_fallbacks: Vec<_> = paths.fallbacks.iter().map(|path| request::model_in_path(path)).collect();
-    let first_reads_body = model.is_none() && provider.reads_model();
-    let fallback_reads_body = in_fallbacks.iter().any(Option::is_none);
-    if !first_reads_body && !fallback_reads_body {
-        other_models.clear();
-    }
-    let renamed = |name: &str| request::renamed(name, alias).map(Box::from);
-    let mut has_aliases = false;
-    let mut resolve = |name: Box<str>| {
-        let renamed = renamed(&name);
-        has_aliases |= renamed.is_some();
-        renamed.unwrap_or(name)
-    };
-    let named = written.map(&mut resolve);
-    let mut other_models: Vec<Box<str>> = other_models.into_iter().map(&mut resolve).collect();
-    let (model, of_fallback) = match named {
-        Some(named) if first_reads_body => (Some(named), None),
-        named => (model, named.filter(|name| fallback_reads_body && !name.contains(','))),
-    };
-    other_models.extend(of_fallback);
-    let in_fallbacks = in_fallbacks.into_iter().flatten();
-    other_models.extend(in_fallbacks.map(|name| alias(&name).unwrap_or(&name).into()));
-    other_models.retain(|other| Some(other) != model.as_ref());
+    let fallbacks = route.fallback.iter().zip(&paths.fallbacks);
+    let fallback_models = fallbacks.map(|(Fallback { model_aliases, .. }, own_path)| {
+        let mut named = named.clone();
+        named.has_aliases = named.replace(model_aliases);
+        let aliases = [&route.model_aliases, model_aliases];
+        match own_path {
+            None if model_aliases.is_empty() => None,
+            None => Some(named.at(in_path.as_deref(), provider, &aliases)),
+            Some(path) => Some(named.at(request::model_in_path(path).as_deref(), Provider::of(path), &aliases)),
+        }
+    });
+    let fallback_models = fallback_models.collect();
+    let path_model = in_path.as_deref().and_then(|name| route.model_aliases.get(name)).cloned();
+    let models = named.at(in_path.as_deref(), provider, &[&route.model_aliases]);
     let (path, clients) = (path.into(), Vec::new());
     Ok(LlmRequest {
         content,
-        model,
+        models,
+        fallback_models,
         path_model,
-        other_models,
         has_aliases,
         tier,
         provider,
@@ -317,11 +385,11 @@ impl LlmRequest {
             Content::Unread => llm.unread_cost.unwrap_or(0),
             Content::Read(info) => {
                 let output = match self.billing {
-                    Billing::Generation => llm.estimate.output(info, self.provider),
+                    Billing::Generation => llm.estimate.output(info, self.operation),
                     Billing::Batch => llm.estimate.batch_output(info),
                     Billing::Embedding | Billing::Free | Billing::File => 0,
                 };
-                let input = llm.estimate.input(info, self.provider, &self.models());
+                let input = llm.estimate.input(info, self.provider, &self.all_names());
                 self.reservation_of(llm, input, output).saturating_mul(info.calls.max(1))
             }
         }
@@ -337,16 +405,18 @@ impl LlmRequest {
         let maximum = self.reservation(llm);
         let (Some(learned), Content::Read(info)) = (&self.learned, &self.content) else { return maximum };
         // A client that names several models or an unknown one could choose the model whose output was short.
-        let is_single = self.billing == Billing::Generation && info.calls <= 1 && self.other_models.is_empty();
-        if !is_single || llm.weights.is_unlisted(self.model.as_deref()) || !self.is_counted_by(llm) {
+        let NamedModels { model, others, .. } = &self.models;
+        let is_single = self.billing == Billing::Generation && info.calls <= 1 && others.is_empty();
+        if !is_single || llm.weights.is_unlisted(model.as_deref()) || !self.is_counted_by(llm) {
             return maximum;
         }
         let client = (&*check.limit.name, check.identity);
-        let key = learned.key((client, self.model.as_deref()));
+        let key = learned.key((client, model.as_deref()));
         let mut reservation = LearnedReservation { limit_index, key, cost: maximum, maximum, uncovered: None };
         if let Some(output) = learned.p95(key) {
-            let output = llm.estimate.output(info, self.provider).min(output);
-            let cost = self.reservation_of(llm, llm.estimate.input(info, self.provider, &self.models()), output);
+            let output = llm.estimate.output(info, self.operation).min(output);
+            let input = llm.estimate.input(info, self.provider, &self.all_names());
+            let cost = self.reservation_of(llm, input, output);
             let max_uncovered = check.variant.quota.count / UNCOVERED_PART;
             let uncovered = learned.leave_uncovered(learned.key(client), maximum.saturating_sub(cost), max_uncovered);
             if let Some(uncovered) = uncovered {
@@ -370,38 +440,69 @@ impl LlmRequest {
         found.filter(|reservation| reservation.uncovered.is_some()).map(|reservation| reservation.maximum)
     }
 
-    /// Return the largest reservation of the models that the request names.
+    /// Return the largest reservation of the models that the upstreams of the route may use.
     fn reservation_of(&self, llm: &LlmCost, input: u64, output: u64) -> u64 {
-        largest_of(self.models(), |model| llm.weights.for_model(model).reservation(input, output, self.tier))
+        let value = |model: Option<&str>| llm.weights.for_model(model).reservation(input, output, self.tier);
+        self.all_models().map(|models| largest_of(models.names(), value)).max().unwrap_or(0)
     }
 
-    /// Return the models that the request names.
-    fn models(&self) -> impl Iterator<Item = &str> + Clone {
-        named_models(self.model.as_deref(), &self.other_models)
+    /// Return the models at each upstream of the route.
+    fn all_models(&self) -> impl Iterator<Item = &NamedModels> + Clone {
+        iter::once(&self.models).chain(self.fallback_models.iter().flatten())
+    }
+
+    fn all_names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.all_models().flat_map(NamedModels::names)
+    }
+
+    /// Return the models at the fallback with this index, or at the upstream of the route.
+    fn models_at(&self, fallback: Option<usize>) -> &NamedModels {
+        fallback.and_then(|index| self.fallback_models.get(index)?.as_ref()).unwrap_or(&self.models)
+    }
+
+    /// Return the model of the request at a fallback, or at the upstream of the route.
+    pub(super) fn model(&self, fallback: Option<usize>) -> Option<&str> {
+        self.models_at(fallback).model.as_deref()
+    }
+
+    /// Return whether the fallback with this index has other names for models in the body.
+    pub(super) fn has_aliases_at(&self, fallback: usize) -> bool {
+        self.fallback_models.get(fallback).and_then(Option::as_ref).is_some_and(|models| models.has_aliases)
     }
 
     /// Return the estimated number of input tokens, or `None` if the body was not read.
-    fn estimated_input(&self, llm: &LlmCost) -> Option<u64> {
+    fn estimated_input(&self, llm: &LlmCost, models: &NamedModels) -> Option<u64> {
         match &self.content {
             Content::Empty | Content::Unread => None,
-            Content::Read(info) => Some(llm.estimate.input(info, self.provider, &self.models())),
+            Content::Read(info) => Some(llm.estimate.input(info, self.provider, &models.names())),
         }
     }
 
     /// Return the cost of the replaced responses for a limit.
-    pub(super) fn replaced_cost(&self, limit: &RouteLimit, replaced: &[ReplacedResponse]) -> u64 {
+    pub(super) fn replaced_cost(&self, limit: &RouteLimit, responses: &UpstreamResponses) -> u64 {
         let Some(llm) = limit.cost.llm() else { return 0 };
-        let costs =
-            replaced.iter().filter_map(|response| Some(replaced_usage(response, llm, &self.priced_models())?.1));
+        let costs = self.replaced_usages(llm, responses).map(|(_, cost)| cost);
         costs.fold(0, u64::saturating_add)
     }
 
-    fn priced_models(&self) -> PricedModels {
-        PricedModels { model: self.model.clone(), others: self.other_models.clone(), tier: self.tier }
+    fn priced_models(&self, fallback: Option<usize>) -> PricedModels {
+        PricedModels { models: self.models_at(fallback).clone(), tier: self.tier }
     }
 
-    /// Return the settlement of the reservations, which must be performed at the end of the response body. The responses
-    /// in `replaced` are charged as well. Return `None` if there is no reservation to settle, or if the response is an
+    /// Return the usage that each replaced response reports, and its cost. The provider may bill these tokens.
+    fn replaced_usages(&self, llm: &LlmCost, responses: &UpstreamResponses) -> impl Iterator<Item = (TokenUsage, u64)> {
+        responses.replaced.iter().filter_map(|(fallback, response)| {
+            let bytes_per_token = llm.estimate.output_bytes_per_token();
+            let meter = ResponseMeter::new(&response.media_type, llm.usage.clone(), bytes_per_token, PriceFacts::Read);
+            let mut meter = meter?;
+            meter.feed(&response.body);
+            let usage = meter.usage(0).filter(|measured| !measured.is_estimated)?.usage;
+            Some((usage, self.priced_models(*fallback).cost(llm, meter.model(), usage)))
+        })
+    }
+
+    /// Return the settlement of the reservations, which must be performed at the end of the response body. The replaced
+    /// responses are charged as well. Return `None` if there is no reservation to settle, or if the response is an
     /// error. After an error, a reservation is refunded if `refund_on` contains the status, and otherwise stays charged.
     pub(super) fn settlement(
         mut self,
@@ -410,7 +511,7 @@ impl LlmRequest {
         metrics: &WorkerMetrics,
         response: &Response<Body>,
         rest: Option<RestBounds>,
-        replaced: &[ReplacedResponse],
+        responses: &UpstreamResponses,
     ) -> Option<Box<LlmSettlement>> {
         let status = response.status();
         if !status.is_success() {
@@ -431,7 +532,7 @@ impl LlmRequest {
         let mut settled = Vec::new();
         let reservations = mem::take(&mut self.learned_reservations).into_inner();
         let mut reservations = reservations.unwrap_or_else(PoisonError::into_inner);
-        let priced = self.priced_models();
+        let priced = self.priced_models(responses.fallback);
         for (limit_index, reserved) in charges.costs() {
             let Some(llm) = limits[limit_index].cost.llm() else { continue };
             let (format, bytes_per_token) = (&llm.usage, llm.estimate.output_bytes_per_token());
@@ -452,9 +553,9 @@ impl LlmRequest {
                 reserved,
                 maximum: learned.as_ref().map_or(reserved, |learned| learned.maximum.max(reserved)),
                 learned: self.learned.clone().zip(learned),
-                replaced: replaced.iter().filter_map(|response| replaced_usage(response, llm, &priced)).collect(),
+                replaced: self.replaced_usages(llm, responses).collect(),
                 llm: llm.clone(),
-                estimated_input: self.estimated_input(llm),
+                estimated_input: self.estimated_input(llm, &priced.models),
                 is_background: self.is_background(),
                 meter_index,
                 tokens: metrics.tokens(route.index, limit_index).cloned(),
@@ -502,20 +603,14 @@ fn bedrock_usage(headers: &HeaderMap) -> Option<TokenUsage> {
     Some(TokenUsage { input, output, ..TokenUsage::default() })
 }
 
-/// Return the models that a request names. A model with commas is a list, whose entries are in `others`.
-fn named_models<'m>(model: Option<&'m str>, others: &'m [Box<str>]) -> impl Iterator<Item = &'m str> + Clone {
-    model.into_iter().filter(|model| !model.contains(',')).chain(others.iter().map(|model| &**model))
-}
-
 /// Return the largest value of all models, or the value without a model if there is none.
 fn largest_of<'m>(models: impl Iterator<Item = &'m str>, value: impl Fn(Option<&str>) -> u64) -> u64 {
     models.map(|model| value(Some(model))).max().unwrap_or_else(|| value(None))
 }
 
-/// What the request says about the prices of its tokens.
+/// What the request to the server that has responded says about the prices of its tokens.
 struct PricedModels {
-    model: Option<Box<str>>,
-    others: Vec<Box<str>>,
+    models: NamedModels,
     tier: Option<ServiceTier>,
 }
 
@@ -526,10 +621,9 @@ impl PricedModels {
     fn largest(&self, llm: &LlmCost, reported: Option<&str>, value: impl Fn(&Weights) -> u64) -> u64 {
         let reported = reported.and_then(|model| llm.weights.listed(model)).map(|weights| value(&weights));
         match reported {
-            Some(reported) if !self.others.is_empty() => reported,
+            Some(reported) if !self.models.others.is_empty() => reported,
             _ => {
-                let models = named_models(self.model.as_deref(), &self.others);
-                largest_of(models, |model| value(&llm.weights.for_model(model))).max(reported.unwrap_or(0))
+                largest_of(self.models.names(), |model| value(&llm.weights.for_model(model))).max(reported.unwrap_or(0))
             }
         }
     }
@@ -540,14 +634,20 @@ impl PricedModels {
     }
 }
 
-/// Return the usage that a replaced response reports, and its cost. The provider may bill these tokens.
-fn replaced_usage(response: &ReplacedResponse, llm: &LlmCost, priced: &PricedModels) -> Option<(TokenUsage, u64)> {
-    let bytes_per_token = llm.estimate.output_bytes_per_token();
-    let meter = ResponseMeter::new(&response.media_type, llm.usage.clone(), bytes_per_token, PriceFacts::Read);
-    let mut meter = meter?;
-    meter.feed(&response.body);
-    let usage = meter.usage(0).filter(|measured| !measured.is_estimated)?.usage;
-    Some((usage, priced.cost(llm, meter.model(), usage)))
+/// The responses of the upstreams of a route to a request.
+#[derive(Default)]
+pub(super) struct UpstreamResponses {
+    /// The index of the fallback whose response the client gets. `None` for the upstream of the route.
+    pub(super) fallback: Option<usize>,
+    /// If the gateway counts tokens, the responses that the client does not get, each with the index of the fallback.
+    pub(super) replaced: Vec<(Option<usize>, ReplacedResponse)>,
+}
+
+impl UpstreamResponses {
+    /// Add responses of the upstream that got the request last, and that the client does not get.
+    pub(super) fn add_replaced(&mut self, responses: impl IntoIterator<Item = ReplacedResponse>) {
+        self.replaced.extend(responses.into_iter().map(|response| (self.fallback, response)));
+    }
 }
 
 /// What a response has reported.
@@ -776,7 +876,7 @@ impl LlmSettlement {
         }
         let cost_of = |limit_index| costs.iter().find(|settled| settled.limit_index == limit_index).map(|one| one.cost);
         if self.charges.have_totals() {
-            if let Some(model) = &self.priced.model {
+            if let Some(model) = &self.priced.models.model {
                 self.charges.count_model(model, cost_of);
             }
             for (limit, settled) in self.limits.iter().zip(&costs) {

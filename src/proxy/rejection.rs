@@ -257,9 +257,9 @@ pub enum LlmError {
     /// The path is no known operation, and a limit rejects unknown operations.
     #[error("this path is no operation of an LLM API whose tokens the gateway can count")]
     UnknownOperation,
-    /// The requests are in an uploaded file.
+    /// The requests are in an uploaded file or in a job.
     #[error(
-        "the gateway cannot count the tokens of a batch file, and a limit counts tokens: send the requests one by one"
+        "the gateway cannot count the tokens of a batch file or job, and a limit counts tokens: send the requests one by one"
     )]
     BatchFile,
     /// The client asks for a response without its token usage.

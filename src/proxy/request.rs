@@ -21,6 +21,7 @@ use crate::proxy::rejection::{PeerError, Rejection};
 use crate::routing::condition::RouteBody;
 use crate::routing::{NoMatch, RouteRequest};
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::route_retry::Fallback;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::ServerSettings;
 use crate::upstream::connector::ProxiedConnection;
@@ -229,12 +230,11 @@ impl<'a> RequestTarget<'a> {
         Ok(Cow::Owned(path.into_owned()))
     }
 
-    /// Return the canonical forms of the paths that the fallbacks with a rewrite get. A fallback whose path is invalid
-    /// gets no request.
-    pub fn fallback_paths(&self, route: &Route) -> Vec<String> {
-        let rewrites = route.fallback.iter().filter_map(|fallback| fallback.rewrite.as_ref());
-        let paths = rewrites.filter_map(|rewrite| rewrite.apply(&route.path_pattern, self.forwarded_path(), None).ok());
-        paths.filter_map(|path| Some(canonical_path(&path, route.path_policy).ok()?.into_owned())).collect()
+    /// Return the canonical form of the path that a fallback gets. Return `None` if it gets the path that the upstream
+    /// of the route gets, or no request because its path would be invalid.
+    pub fn fallback_path(&self, route: &Route, fallback: &Fallback) -> Option<String> {
+        let path = fallback.rewrite.as_ref()?.apply(&route.path_pattern, self.forwarded_path(), None).ok()?;
+        Some(canonical_path(&path, route.path_policy).ok()?.into_owned())
     }
 
     /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.

@@ -296,9 +296,9 @@ fn tool_costs(table: &CostTable, reader: &mut Validator<'_>) -> ToolCosts {
 
 fn refund_on(limit: &config::tables::Limit, cost: Option<&Cost>, reader: &mut Validator<'_>) -> RefundOn {
     let Some(written) = &limit.refund_on else {
-        // By default, refund failed requests to LLM APIs. Providers do not bill them.
+        // By default, refund redirected and failed requests to LLM APIs. Providers do not bill them.
         let is_llm = cost.is_some_and(|cost| cost.llm().is_some());
-        return if is_llm { RefundOn(vec![400..=599]) } else { RefundOn::default() };
+        return if is_llm { RefundOn(vec![300..=599]) } else { RefundOn::default() };
     };
     let mut statuses = Vec::new();
     for text in written {

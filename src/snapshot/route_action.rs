@@ -2,6 +2,7 @@
 //! mirroring.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,6 +19,7 @@ use crate::config::spanned::{Spanned, Text};
 use crate::http::body::Body;
 use crate::http::target::{PathError, PathPolicy, canonical_path, forwarded_path, request_host};
 use crate::http::url::{HttpUrl, UrlError};
+use crate::payload::llm::request::MAX_MODEL;
 use crate::routing::pattern::{PathPattern, RewriteTemplate};
 
 use crate::snapshot::upstreams::host_policy;
@@ -51,6 +53,27 @@ pub enum Rewrite {
     StripPrefix(Box<str>),
     /// Replace the path with an expanded template.
     Template(RewriteTemplate),
+}
+
+/// Models that replace the models with these names in requests to LLM APIs.
+pub type ModelAliases = BTreeMap<Box<str>, Box<str>>;
+
+/// Compile `model_aliases`. `counts_tokens` is true if a limit of the route counts LLM tokens.
+pub(super) fn model_aliases(
+    written: &BTreeMap<String, Text>,
+    counts_tokens: bool,
+    reader: &mut Validator<'_>,
+) -> ModelAliases {
+    for name in written.values() {
+        if !counts_tokens {
+            reader.push_missing(Issue::new(name.span(), "`model_aliases` requires a limit with `cost.llm`"));
+        }
+        if name.get_ref().is_empty() || name.get_ref().len() > MAX_MODEL {
+            let issue = Issue::new(name.span(), format!("the name of a model must have 1 to {MAX_MODEL} bytes"));
+            reader.push_issue(issue.with_hint("model_aliases = { fast = \"gpt-5-mini\" }"));
+        }
+    }
+    written.iter().map(|(alias, name)| (alias.as_str().into(), name.get_ref().as_str().into())).collect()
 }
 
 /// A redirect.

@@ -7,14 +7,13 @@ use http::Method;
 use crate::config;
 use crate::config::error::Issue;
 use crate::config::shorthand;
-use crate::config::shorthand::HeaderRules;
+use crate::config::shorthand::{FallbackTable, HeaderRules};
 use crate::config::spanned::Text;
 use crate::http::headers::{Direction, HeaderMutations};
 use crate::routing::pattern::PathPattern;
 use crate::snapshot::cost::RefundOn;
 use crate::snapshot::header_rules;
-use crate::snapshot::route_action::Rewrite;
-use crate::snapshot::route_action::{rewrite_template, upstream_indices};
+use crate::snapshot::route_action::{ModelAliases, Rewrite, model_aliases, rewrite_template, upstream_indices};
 use crate::snapshot::upstreams::host_policy;
 use crate::snapshot::validator::Validator;
 use crate::upstream::retry::RetryRules;
@@ -34,6 +33,8 @@ pub struct Fallback {
     pub rewrite: Option<Rewrite>,
     /// Changes to the headers of the request, in place of those of the route.
     pub request_headers: Option<HeaderMutations>,
+    /// Models that replace those that the upstream of the route gets.
+    pub model_aliases: ModelAliases,
 }
 
 /// Compile when requests are sent again. Return `None` if only the settings of the upstream apply, and the route has no
@@ -90,11 +91,31 @@ fn removed_headers(rules: &HeaderRules, route: Option<&HeaderRules>) -> Vec<Text
     rules.remove.iter().cloned().chain(inherited.filter(|name| is_new(name.get_ref()))).collect()
 }
 
-/// Compile `fallback`.
+/// Compile `model_aliases` of a fallback, which replace the names that `route` has already replaced.
+fn fallback_aliases(
+    table: &FallbackTable,
+    route: &config::tables::Route,
+    counts_tokens: bool,
+    reader: &mut Validator<'_>,
+) -> ModelAliases {
+    for (name, value) in &table.model_aliases {
+        let Some(replaced) = route.model_aliases.get(name).map(|text| text.get_ref()) else { continue };
+        if !route.model_aliases.values().any(|received| received.get_ref() == name) {
+            let message =
+                format!("`model_aliases` of the route replaces `{name}` with `{replaced}` for the fallback, too");
+            let hint = format!("write model_aliases = {{ \"{replaced}\" = \"{}\" }}", value.get_ref());
+            reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
+        }
+    }
+    model_aliases(&table.model_aliases, counts_tokens, reader)
+}
+
+/// Compile `fallback`. `counts_tokens` is true if a limit of the route counts LLM tokens.
 pub(super) fn fallback(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
     upstreams: &[UpstreamSettings],
+    counts_tokens: bool,
     reader: &mut Validator<'_>,
 ) -> Vec<Fallback> {
     let written = route.fallback.as_deref().unwrap_or_default();
@@ -139,6 +160,7 @@ pub(super) fn fallback(
                 let remove = removed_headers(rules, route.request_headers.as_ref().map(|rules| rules.get_ref()));
                 header_rules::compile(&rules.set, &remove, Direction::Request, route_name, reader)
             }),
+            model_aliases: table.map(|table| fallback_aliases(table, route, counts_tokens, reader)).unwrap_or_default(),
         });
     }
     compiled

@@ -28,7 +28,6 @@ use crate::limiter::algorithm::{MAX_REQUEST_WEIGHT, Outcome, Status};
 use crate::limiter::decision::{Decision, LimitResult};
 use crate::limiter::spec::LimitSpec;
 use crate::payload::json::rpc::CountedMessages;
-use crate::payload::llm::request::MAX_MODEL;
 use crate::payload::mcp_tools::ToolRules;
 use crate::routing::pattern::PathPattern;
 use crate::routing::{RouteMatch, RouteTable};
@@ -39,7 +38,8 @@ use crate::snapshot::identities;
 use crate::snapshot::identities::NetworkFiles;
 use crate::snapshot::limits::{ChargePolicy, CompiledLimit, check_cost_fits};
 use crate::snapshot::route_action::{
-    Mirror, Redirect, RedirectTarget, Rewrite, RouteAction, mirror, rewrite, route_action, upstream_host, websocket,
+    Mirror, ModelAliases, Redirect, RedirectTarget, Rewrite, RouteAction, mirror, model_aliases, rewrite, route_action,
+    upstream_host, websocket,
 };
 use crate::snapshot::route_match::{TrailingSlash, route_match};
 use crate::snapshot::route_retry::{Fallback, fallback, retry_rules};
@@ -63,7 +63,7 @@ pub struct Route {
     /// The action for requests of the route.
     pub action: RouteAction,
     /// Models that replace the models with these names in requests to LLM APIs.
-    pub model_aliases: BTreeMap<Box<str>, Box<str>>,
+    pub model_aliases: ModelAliases,
     /// `Host` that servers receive. `None` for `host` of the upstream.
     pub upstream_host: Option<HostPolicy>,
     /// When requests are sent again. `None` if only the settings of the upstream apply, and there is no fallback.
@@ -313,7 +313,7 @@ impl Route {
                 to: RedirectTarget::OtherSlash,
                 status: StatusCode::PERMANENT_REDIRECT,
             }),
-            model_aliases: BTreeMap::new(),
+            model_aliases: ModelAliases::new(),
             upstream_host: None,
             retry: None,
             fallback: Vec::new(),
@@ -413,12 +413,13 @@ impl RouteCompiler<'_> {
         let upstream_host = upstream_host(written, reader);
         let rewrite = rewrite(written, path, reader);
         let retry = retry_rules(written, span, reader);
-        let fallback = fallback(written, path, upstreams, reader);
         let timeout = timeout(written, reader);
         let auth = route_auth(written, self.authentication, config, reader);
         let mut rate_limits = self.route_limits(written, path, auth.as_ref(), reader);
         rate_limits.tools = written.mcp_tools.as_ref().map(|tools| tool_rules(tools.get_ref()));
-        let model_aliases = model_aliases(written, &rate_limits, reader);
+        let counts_tokens = rate_limits.llm.is_some();
+        let model_aliases = model_aliases(&written.model_aliases, counts_tokens, reader);
+        let fallback = fallback(written, path, upstreams, counts_tokens, reader);
         let access =
             identities::access_rules(written.allow.as_deref(), written.deny.as_deref(), span, network_files, reader);
         let exposed = rate_limits.expose_header.as_ref().filter(|_| !rate_limits.limits.is_empty());
@@ -577,25 +578,6 @@ fn response_headers(route: &config::tables::Route, name: &str, reader: &mut Vali
         ..header_rules::compile(&rules.set, &rules.remove, Direction::Response, name, reader)
     });
     if is_secured(route) { mutations.with_security_headers() } else { mutations }
-}
-
-/// Compile `model_aliases`.
-fn model_aliases(
-    route: &config::tables::Route,
-    limits: &RouteLimits,
-    reader: &mut Validator<'_>,
-) -> BTreeMap<Box<str>, Box<str>> {
-    for name in route.model_aliases.values() {
-        if limits.llm.is_none() {
-            reader.push_missing(Issue::new(name.span(), "`model_aliases` requires a limit with `cost.llm`"));
-        }
-        if name.get_ref().is_empty() || name.get_ref().len() > MAX_MODEL {
-            let issue = Issue::new(name.span(), format!("the name of a model must have 1 to {MAX_MODEL} bytes"));
-            reader.push_issue(issue.with_hint("model_aliases = { fast = \"gpt-5-mini\" }"));
-        }
-    }
-    let aliases = route.model_aliases.iter();
-    aliases.map(|(alias, name)| (alias.as_str().into(), name.get_ref().as_str().into())).collect()
 }
 
 fn timeout(route: &config::tables::Route, reader: &mut Validator<'_>) -> Option<Duration> {

@@ -83,6 +83,7 @@ pub(super) fn upstream(
         retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
         proxy_protocol: proxy_protocol(upstream, protocol, reader),
         client_cert_header: upstream.client_cert_header.as_ref().is_some_and(|sends| *sends.get_ref()),
+        includes_usage: upstream.include_usage.as_ref().is_none_or(|includes| *includes.get_ref()),
         aws: upstream.aws.as_ref().and_then(|aws| aws_signer(aws, reader)),
         google: upstream.google.as_ref().and_then(|google| google_access(name, google, upstream, reader)),
         socket_buffers: None,

@@ -491,6 +491,7 @@ pub(super) mod tests {
             retries: 0,
             proxy_protocol: false,
             client_cert_header: false,
+            includes_usage: true,
             aws: None,
             google: None,
             socket_buffers: None,

@@ -53,6 +53,8 @@ pub struct UpstreamSettings {
     pub proxy_protocol: bool,
     /// Whether requests contain the certificate of the client in `Client-Cert` (RFC 9440).
     pub client_cert_header: bool,
+    /// Whether the servers of an LLM API accept that the gateway requests the usage of streams.
+    pub includes_usage: bool,
     /// Signs the requests with keys of AWS.
     pub aws: Option<AwsSigner>,
     /// Sends the requests with access tokens of Google Cloud.

@@ -86,6 +86,13 @@ fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)
         );
         return stream.write_all((head + text).as_bytes());
     }
+    // Like Mistral, reject unknown members.
+    if mock["strict"] == true && !body["stream_options"].is_null() {
+        let text =
+            r#"{"object":"error","message":{"detail":[{"type":"extra_forbidden","loc":["body","stream_options"]}]}}"#;
+        let length = text.len();
+        return write!(stream, "HTTP/1.1 422 Error\r\nContent-Length: {length}\r\n\r\n{text}");
+    }
     // Like some servers, accept an encoded colon, a path parameter and a trailing slash.
     let target = request.target().replace("%3A", ":");
     let path = target.split(';').next().unwrap().trim_end_matches('/');
@@ -101,6 +108,10 @@ fn respond(stream: &mut TcpStream, request: &Seen, gate: &(Mutex<bool>, Condvar)
         return stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}");
     }
     if let Some(raw) = mock["raw"].as_str() {
+        if order.pause_after.is_some() {
+            let (open, changed) = gate;
+            drop(changed.wait_while(open.lock().unwrap(), |open| !*open).unwrap());
+        }
         let kind = mock["type"].as_str().unwrap_or("application/json");
         let coding = mock["coding"].as_str().map_or(String::new(), |coding| format!("Content-Encoding: {coding}\r\n"));
         if let Some(chunk) = mock["chunk"].as_u64() {
@@ -410,6 +421,8 @@ fn usage_objects_of_the_field_are_charged_as_providers_bill_them() {
             Some(0),
         ),
         ("a usage object without known counts", CHAT, chat(json!({"units": 7})), None),
+        ("an array as usage", CHAT, chat(json!([1])), None),
+        ("reranking of Jina", "/v1/rerank", json!({"results": [], "usage": {"total_tokens": 15}}), Some(15)),
         ("count_tokens of Anthropic", "/v1/messages/count_tokens", json!({"input_tokens": 14}), Some(0)),
         ("countTokens of Gemini", "/v1beta/models/m:countTokens", json!({"totalTokens": 31}), Some(0)),
         (
@@ -429,7 +442,7 @@ fn usage_objects_of_the_field_are_charged_as_providers_bill_them() {
         assert_eq!(
             reserved,
             match (right, path) {
-                (_, "/v1/embeddings") => input,
+                (_, "/v1/embeddings" | "/v1/rerank") => input,
                 // The body has no maximum at the position of Bedrock.
                 (_, path) if path.ends_with("/converse") => input + 1024,
                 (Some(0), path) if path != CHAT => 0,
@@ -491,6 +504,39 @@ fn headers_and_other_positions_do_not_lower_the_reservation() {
             });
         }
     }
+}
+
+/// A maximum that the operation does not use is one that the server may ignore, and no spelling of a path makes an
+/// operation free.
+#[test]
+fn maximum_of_another_operation_and_free_endings_do_not_lower_the_reservation() {
+    let provider = Provider::start();
+    let gateway = start(&provider, 1_000_000, "default_output = 700");
+    let raw = json!({"raw": "{\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":1}}"});
+    for (path, mut body, output) in [
+        (CHAT, json!({"max_tokens": 5}), 5),
+        (CHAT, json!({"max_output_tokens": 5}), 700),
+        (CHAT, json!({"max_new_tokens": 5, "n_predict": 5, "max_tokens_to_sample": 5}), 700),
+        (CHAT, json!({"max_tokens": 5, "parameters": {"max_tokens": 900}}), 900),
+        ("/v1/responses", json!({"max_output_tokens": 5}), 5),
+        ("/v1/responses", json!({"max_tokens": 5, "max_completion_tokens": 5}), 700),
+        ("/v1/messages", json!({"max_output_tokens": 5}), 700),
+        ("/generate", json!({"max_tokens": 5}), 700),
+        ("/generate", json!({"max_tokens": 5, "parameters": {"max_new_tokens": 900}}), 900),
+        ("/v1/conversations", json!({"completion_args": {"max_tokens": 900}}), 900),
+        ("/v1/chat/completions;/tokenize", json!({"max_tokens": 900}), 900),
+        ("/v1/chat/completions%3F/tokenize", json!({"max_tokens": 900}), 900),
+        ("/v1/chat/completions%23/v1/moderations", json!({"max_tokens": 900}), 900),
+        ("/v1/chat/completions%253F/tokenize", json!({"max_tokens": 900}), 900),
+    ] {
+        body["mock"] = raw.clone();
+        let id = format!("{path}{body}");
+        let reply = gateway.client().request("POST", path, &[("x-id", &id)], body.to_string().as_bytes());
+        let reserved = output + (body.to_string().len() as u64).div_ceil(4);
+        assert_eq!((reply.status, 1_000_000 - reply.remaining("tokens")), (200, reserved), "{path} {body}");
+    }
+    let free = gateway.client().request("POST", "/model/a%3A0/count-tokens", &[ID], b"{\"mock\":{\"raw\":\"{}\"}}");
+    assert_eq!((free.status, free.remaining("tokens")), (200, 1_000_000));
 }
 
 #[test]
@@ -795,7 +841,7 @@ fn settlement_is_made_after_an_outage_of_redis() {
 fn upstream_error_is_refunded_by_refund_on() {
     let provider = Provider::start();
     let gateway = start(&provider, QUOTA, "");
-    for status in [500, 503, 429, 400] {
+    for status in [500, 503, 429, 400, 307] {
         let reply = post(&gateway, CHAT, &json!({"max_tokens": 500, "mock": {"status": status}}));
         assert_eq!(
             (reply.status, reply.remaining("tokens")),
@@ -803,7 +849,7 @@ fn upstream_error_is_refunded_by_refund_on() {
             "the header shows the quota after the refund"
         );
     }
-    eventually("the four requests are logged", || records(&gateway).len() == 4);
+    eventually("the requests are logged", || records(&gateway).len() == 5);
     assert!(records(&gateway).iter().all(|record| record["limits"][0]["settled"] == 0));
     let keeping = Gateway::start(&config("", provider.address, QUOTA, "", "refund_on = []"));
     let body = json!({"max_tokens": 500, "mock": {"status": 500}});
@@ -1090,8 +1136,20 @@ fn batches_reserve_all_their_requests_or_are_rejected() {
     eventually("the request is logged", || records(&gateway).len() == 1);
     assert_eq!(records(&gateway)[0]["limits"][0]["settled"], reserved, "the results are fetched later");
     let file = json!({"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "mock": {"raw": raw}});
-    let rejected = post(&gateway, "/v1/batches", &file);
-    assert_eq!((rejected.status, rejected.text().contains("batch file")), (400, true), "{}", rejected.text());
+    let seen = provider.count();
+    for path in [
+        "/v1/batches",
+        "/v1/batch/jobs",
+        "/v1/embed-jobs",
+        "/v1beta/models/m:batchGenerateContent",
+        "/v1beta/models/m:asyncBatchEmbedContent",
+        "/v1/projects/p/locations/l/batchPredictionJobs",
+    ] {
+        let rejected = post(&gateway, path, &file);
+        let is_described = rejected.text().contains("batch file or job");
+        assert_eq!((rejected.status, is_described), (400, true), "{path} {}", rejected.text());
+    }
+    assert_eq!(provider.count(), seen, "no job reaches the provider");
     let free = start(&provider, QUOTA, "unknown = \"free\"");
     assert_eq!((post(&free, "/v1/batches", &file).status, remaining(&free)), (200, QUOTA));
 }
@@ -1242,23 +1300,127 @@ fn learned_reservations_admit_more_requests_and_exceed_the_budget_by_at_most_a_t
     assert!(admitted_by[0] < admitted_by[1], "{admitted_by:?}");
 }
 
-/// Fifty requests at once near the budget, with headers and positions of other APIs that could lower the reservation.
+/// Fifty requests at once near the budget to each operation that generates output, in the formats of the providers'
+/// documentation, with headers and positions of other APIs that could lower the reservation.
 #[test]
 fn concurrent_requests_to_each_api_stay_within_the_budget() {
     const OUTPUT: u64 = 900;
-    let mock = json!({"input": 10, "output": OUTPUT, "pause_after": 0, "seed": 1});
-    let raw = json!({"raw": json!({"usage": {"inputTokens": 10, "outputTokens": OUTPUT}}).to_string()});
+    const JSON: &str = "application/json";
+    const SSE: &str = "text/event-stream";
+    let own = json!({"input": 10, "output": OUTPUT, "pause_after": 0, "seed": 1});
+    let raw = |kind: &str, text: String| json!({"type": kind, "raw": text, "pause_after": 0});
     let positions = |mut own: Value, mock: &Value| {
         let others = json!({
             "max_tokens": 1, "max_completion_tokens": 1, "options": {"num_predict": 1}, "mock": mock,
-            "generationConfig": {"maxOutputTokens": 1}, "inferenceConfig": {"maxTokens": 1}
+            "generationConfig": {"maxOutputTokens": 1}, "inferenceConfig": {"maxTokens": 1},
+            "max_gen_len": 1, "thinking": {"token_budget": 1},
+            "parameters": {"max_new_tokens": 1}, "message": "hello", "random_seed": 1, "safe_prompt": false
         });
+        // Titan has its maximum at the position of Gemini, under another name. A request may contain one of them.
+        let is_titan = own.get("textGenerationConfig").is_some();
         for (name, value) in others.as_object().unwrap() {
-            own.as_object_mut().unwrap().entry(name).or_insert_with(|| value.clone());
+            if !is_titan || name != "generationConfig" {
+                own.as_object_mut().unwrap().entry(name).or_insert_with(|| value.clone());
+            }
         }
         own
     };
     let generation = json!({"generationConfig": {"maxOutputTokens": OUTPUT}});
+    let openai = json!({"max_tokens": OUTPUT, "max_completion_tokens": OUTPUT});
+    let anthropic = json!({"max_tokens": OUTPUT});
+    let converse = json!({"inferenceConfig": {"maxTokens": OUTPUT}});
+    let streamed = |body: &Value| {
+        let mut body = body.clone();
+        body["stream"] = true.into();
+        body
+    };
+    // The Text Completions API of Anthropic reports no usage.
+    let legacy =
+        raw(JSON, json!({"type": "completion", "completion": " tok", "stop_reason": "stop_sequence"}).to_string());
+    let message = json!({"type": "message", "content": [{"type": "text", "text": "tok"}], "usage": {"input_tokens": 10, "output_tokens": OUTPUT}});
+    let mistral = json!({
+        "id": "cmpl-1", "object": "chat.completion", "created": 1, "model": "mistral-small-latest",
+        "choices": [{"index": 0, "message": {"role": "assistant", "tool_calls": null, "content": "tok"}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 10, "total_tokens": 10 + OUTPUT, "completion_tokens": OUTPUT}
+    });
+    let units = json!({"billed_units": {"input_tokens": 10, "output_tokens": OUTPUT}, "tokens": {"input_tokens": 70, "output_tokens": OUTPUT}});
+    let content = json!({"role": "assistant", "content": [{"type": "text", "text": "tok"}]});
+    let cohere = json!({"id": "1", "message": content, "finish_reason": "COMPLETE", "usage": units});
+    let cohere_stream: String = [
+        json!({"id": "1", "type": "message-start", "delta": {"message": {"role": "assistant", "content": []}}}),
+        json!({"type": "content-start", "index": 0, "delta": {"message": {"content": {"type": "text", "text": ""}}}}),
+        json!({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": "tok"}}}}),
+        json!({"type": "content-end", "index": 0}),
+        json!({"type": "message-end", "delta": {"finish_reason": "COMPLETE", "usage": units}}),
+    ]
+    .iter()
+    .map(|event| format!("event: {}\ndata: {event}\n\n", event["type"].as_str().unwrap()))
+    .collect();
+    let mut meta = units;
+    meta["api_version"] = json!({"version": "1"});
+    let old = json!({"text": "tok", "generation_id": "1", "finish_reason": "COMPLETE", "meta": meta});
+    let old_stream: String = [
+        json!({"is_finished": false, "event_type": "stream-start", "generation_id": "1"}),
+        json!({"is_finished": false, "event_type": "text-generation", "text": "tok"}),
+        json!({"is_finished": true, "event_type": "stream-end", "finish_reason": "COMPLETE", "response": old}),
+    ]
+    .iter()
+    .map(|event| format!("{event}\n"))
+    .collect();
+    let converse_usage = raw(JSON, json!({"usage": {"inputTokens": 10, "outputTokens": OUTPUT}}).to_string());
+    let generate =
+        json!({"model": "m", "response": "tok", "done": true, "prompt_eval_count": 10, "eval_count": OUTPUT});
+    let cases = [
+        ("/v1/chat/completions", &openai, &own),
+        ("/v1/chat/completions", &streamed(&openai), &own),
+        ("/v1/completions", &openai, &own),
+        ("/v1/responses", &json!({"max_output_tokens": OUTPUT}), &own),
+        ("/v1/responses", &streamed(&json!({"max_output_tokens": OUTPUT})), &own),
+        ("/v1/messages", &anthropic, &own),
+        ("/v1/messages", &streamed(&anthropic), &own),
+        ("/v1/complete", &json!({"max_tokens_to_sample": OUTPUT}), &legacy),
+        ("/v1/projects/p/publishers/anthropic/models/c:rawPredict", &anthropic, &raw(JSON, message.to_string())),
+        ("/v1/projects/p/publishers/anthropic/models/c:streamRawPredict", &anthropic, &raw(JSON, message.to_string())),
+        ("/v1/projects/p/publishers/mistralai/models/m:rawPredict", &anthropic, &raw(JSON, mistral.to_string())),
+        (
+            "/v1/projects/p/publishers/mistralai/models/m:streamRawPredict",
+            &anthropic,
+            &raw(SSE, format!("data: {mistral}\n\n")),
+        ),
+        ("/v1beta/models/m:generateContent", &generation, &own),
+        ("/v1beta/models/m:streamGenerateContent", &generation, &own),
+        ("/v1beta/models/m:streamGenerateContent?alt=sse", &generation, &own),
+        ("/api/chat", &json!({"options": {"num_predict": OUTPUT}}), &own),
+        ("/api/chat", &streamed(&json!({"options": {"num_predict": OUTPUT}})), &own),
+        ("/api/generate", &json!({"options": {"num_predict": OUTPUT}}), &raw(JSON, generate.to_string())),
+        ("/model/m/converse", &converse, &converse_usage),
+        ("/model/m/converse-stream", &converse, &converse_usage),
+        (
+            "/model/amazon.titan/invoke",
+            &json!({"textGenerationConfig": {"maxTokenCount": OUTPUT}}),
+            &raw(JSON, message.to_string()),
+        ),
+        ("/model/m/invoke-with-response-stream", &anthropic, &raw(JSON, message.to_string())),
+        ("/mistral/v1/chat/completions", &anthropic, &raw(JSON, mistral.to_string())),
+        ("/mistral/v1/chat/completions", &streamed(&anthropic), &own),
+        ("/mistral/v1/fim/completions", &anthropic, &raw(JSON, mistral.to_string())),
+        ("/v2/chat", &anthropic, &raw(JSON, cohere.to_string())),
+        ("/v2/chat", &streamed(&anthropic), &raw(SSE, cohere_stream)),
+        ("/v1/chat", &anthropic, &raw(JSON, old.to_string())),
+        ("/v1/chat", &streamed(&anthropic), &raw("application/stream+json", old_stream)),
+    ];
+    // Each operation of the manual that may generate output has a case.
+    let manual = include_str!("../../docs/reference/limits.md");
+    let operations = manual.split("### Operations\n").nth(1).unwrap().split("\n### ").next().unwrap();
+    let generating: Vec<_> =
+        operations.lines().filter(|line| line.ends_with("| estimated input, maximum output |")).collect();
+    assert!(generating.len() >= 19, "{generating:?}");
+    for line in generating {
+        let path = line.split('`').nth(1).unwrap();
+        let (within, end) = path.split_once('…').unwrap();
+        let is_case = |path: &str| path.contains(within) && path.split('?').next().unwrap().ends_with(end);
+        assert!(cases.iter().any(|(path, ..)| is_case(path)), "no case for {path}");
+    }
     let headers = [
         ("anthropic-version", "2023-06-01"),
         ("anthropic-beta", "output-128k"),
@@ -1266,19 +1428,12 @@ fn concurrent_requests_to_each_api_stay_within_the_budget() {
         ("openai-beta", "assistants=v2"),
         ("user-agent", "ollama-python"),
         ("x-amz-target", "x"),
+        ("x-client-name", "cohere"),
+        ("accept", "text/event-stream"),
     ];
-    for (path, body) in [
-        (CHAT, positions(json!({"max_tokens": OUTPUT, "max_completion_tokens": OUTPUT}), &mock)),
-        (CHAT, positions(json!({"max_tokens": OUTPUT, "max_completion_tokens": OUTPUT, "stream": true}), &mock)),
-        ("/v1/responses", positions(json!({"max_output_tokens": OUTPUT, "max_tokens": OUTPUT}), &mock)),
-        ("/v1/messages", positions(json!({"max_tokens": OUTPUT, "stream": true}), &mock)),
-        ("/v1beta/models/m:generateContent", positions(generation.clone(), &mock)),
-        ("/v1beta/models/m:streamGenerateContent?alt=sse", positions(generation, &mock)),
-        ("/api/chat", positions(json!({"options": {"num_predict": OUTPUT}}), &mock)),
-        ("/model/m/converse", positions(json!({"inferenceConfig": {"maxTokens": OUTPUT}}), &raw)),
-    ] {
+    for (path, body, mock) in cases {
         let provider = Provider::start();
-        let text = body.to_string();
+        let text = positions(body.clone(), mock).to_string();
         let reserved = OUTPUT + (text.len() as u64).div_ceil(4);
         let budget = 10 * reserved + reserved / 2;
         let gateway = start(&provider, budget, "");
@@ -1291,6 +1446,54 @@ fn concurrent_requests_to_each_api_stay_within_the_budget() {
         // Responses that end early free a part of their reservation for others.
         let most = budget / (10 + OUTPUT);
         assert!((10..=most as usize).contains(&admitted), "{path}: {admitted} admitted of at most {most}");
+        // The Text Completions API reports nothing, so its reservations stay charged.
+        let each = if mock == &legacy { reserved } else { 10 + OUTPUT };
+        assert_eq!(charged, admitted as u64 * each, "{path}");
+    }
+}
+
+/// Mistral rejects requests with `stream_options`, and reports the usage without it.
+#[test]
+fn usage_of_streams_is_not_requested_from_upstreams_that_reject_it() {
+    let provider = Provider::start();
+    let base = config("", provider.address, QUOTA, "", "");
+    let strict = |base: &str| base.replace("[upstream.u]\n", "[upstream.u]\ninclude_usage = false\n");
+    let path = "/mistral/v1/chat/completions";
+    let body =
+        json!({"stream": true, "max_tokens": 500, "mock": {"input": 21, "output": 7, "seed": 1, "strict": true}});
+    assert_eq!(
+        post(&Gateway::start(&base), path, &body).status,
+        422,
+        "the test needs a server that rejects the option"
+    );
+    let gateway = Gateway::start(&strict(&base));
+    let reply = post(&gateway, path, &body);
+    assert_eq!(reply.status, 200);
+    assert!(reply.text().contains("\"usage\""), "the usage of Mistral reaches the client: {}", reply.text());
+    assert_eq!(serde_json::from_slice::<Value>(&provider.last().body).unwrap(), body, "the body is unchanged");
+    assert_remaining(&gateway, QUOTA - 28, "the usage is read");
+    // Each upstream of a route gets the option or not, in either order.
+    let failing = Upstream::responding(|_| b"HTTP/1.1 503 Error\r\nContent-Length: 0\r\n\r\n".to_vec());
+    for (first, fallback) in [("", "include_usage = false\n"), ("include_usage = false\n", "")] {
+        let seen = failing.count();
+        let (before, route) = base.split_once("[upstream.u]\n").unwrap();
+        let route = route.replace(
+            "upstream = \"u\"",
+            "upstream = \"first\"\nretry_on = [\"5xx\"]\nretry_methods = [\"POST\"]\nfallback = [\"u\"]",
+        );
+        let gateway = Gateway::start(&format!(
+            "{before}[upstream.first]\n{first}servers = [\"{}\"]\n[upstream.u]\n{fallback}{route}",
+            failing.url()
+        ));
+        let path = if fallback.is_empty() { CHAT } else { path };
+        let mut body = body.clone();
+        body["mock"]["strict"] = (!fallback.is_empty()).into();
+        let reply = post(&gateway, path, &body);
+        assert_eq!((reply.status, failing.count()), (200, seen + 1), "{first:?} {fallback:?}");
+        let has_option = |body: &[u8]| serde_json::from_slice::<Value>(body).unwrap().get("stream_options").is_some();
+        assert_eq!(has_option(&failing.last().body), first.is_empty(), "{first:?}");
+        assert_eq!(has_option(&provider.last().body), fallback.is_empty(), "{fallback:?}");
+        assert_remaining(&gateway, QUOTA - 28, "the usage is read");
     }
 }
 
@@ -1511,6 +1714,206 @@ fn aliases_of_models_are_replaced_for_fallbacks_with_their_own_path() {
         let got: Value = serde_json::from_slice(&seen.body).unwrap();
         assert_eq!(got["model"], model.replace("fast", "m"), "{sent}");
         assert_eq!(QUOTA - reply.remaining("tokens"), reserved, "{sent}");
+    }
+}
+
+/// A fallback has its own names for the models of the upstream. The request reserves the most expensive model that it
+/// could reach, and is charged for the model of the upstream that has responded.
+#[test]
+fn fallback_gets_its_own_names_of_models_and_is_priced_by_them() {
+    let models = "models.\"gpt-5-mini\" = { output = 10 }, models.\"gpt-5\" = { output = 20 }, \
+                  models.\"m\" = { output = 2 }, models.\"large\" = { output = 30 }, models.\"wrong\" = { output = 1 }";
+    let cost = format!("weights = {{ input = 0, output = 1 }}, {models}");
+    let failing = |text: &'static str, status: u16| {
+        let response = format!(
+            "HTTP/1.1 {status} Error\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{text}",
+            text.len()
+        );
+        Upstream::responding(move |_| response.clone().into_bytes())
+    };
+    let billed = "{\"error\":{},\"usage\":{\"prompt_tokens\":4,\"completion_tokens\":3}}";
+    let azure = "/openai/deployments/{name}/chat/completions";
+    let gemini = "/v1beta/models/{rest}";
+    let last = "{ upstream = \"u\", model_aliases = { gpt-5-mini = \"m\", \"gpt-5\" = \"large\" } }";
+    let refused = "{ upstream = \"refused\", model_aliases = { gpt-5-mini = \"wrong\", \"gpt-5\" = \"wrong\" } }";
+    let with_path = |path: &str| last.replace("\"u\"", &format!("\"u\", rewrite = \"{path}\""));
+    for (name, first, path, fallbacks, sent, model, target, body_model, reserved, charged) in [
+        ("an alias", failing("{}", 503), "/{*rest}", last, CHAT, "fast", CHAT, "m", 1000, 14),
+        ("the name itself", failing("{}", 429), "/{*rest}", last, CHAT, "gpt-5-mini", CHAT, "m", 1000, 14),
+        ("a more expensive fallback", failing("{}", 500), "/{*rest}", last, CHAT, "gpt-5", CHAT, "large", 3000, 210),
+        ("a name without an alias", failing("{}", 503), "/{*rest}", last, CHAT, "other", CHAT, "other", 100, 7),
+        ("a name of the fallback", failing("{}", 503), "/{*rest}", last, CHAT, "large", CHAT, "large", 3000, 210),
+        ("both are billed", failing(billed, 503), "/{*rest}", last, CHAT, "fast", CHAT, "m", 1000, 14 + 30),
+        (
+            "a refused fallback before",
+            failing("{}", 503),
+            "/{*rest}",
+            &*format!("{refused}, {last}"),
+            CHAT,
+            "gpt-5",
+            CHAT,
+            "large",
+            3000,
+            210,
+        ),
+        (
+            "a fallback without aliases after one with them",
+            failing("{}", 503),
+            "/{*rest}",
+            &*format!("{refused}, \"u\""),
+            CHAT,
+            "gpt-5",
+            CHAT,
+            "gpt-5",
+            2000,
+            140,
+        ),
+        (
+            "the model in the path of both",
+            failing("{}", 503),
+            "/{*rest}",
+            last,
+            "/v1beta/models/fast:generateContent",
+            "cheap",
+            "/v1beta/models/m:generateContent",
+            "cheap",
+            1000,
+            14,
+        ),
+        (
+            "the model in the path of the fallback",
+            failing("{}", 503),
+            "/d/{name}/chat/completions",
+            &*with_path(azure),
+            "/d/gpt-5/chat/completions",
+            "fast",
+            "/openai/deployments/large/chat/completions",
+            "m",
+            3000,
+            210,
+        ),
+        (
+            "the model in another path of the fallback",
+            failing("{}", 503),
+            "/g/{*rest}",
+            &*with_path(gemini),
+            "/g/fast:streamGenerateContent?alt=sse",
+            "cheap",
+            "/v1beta/models/m:streamGenerateContent?alt=sse",
+            "cheap",
+            200,
+            14,
+        ),
+    ] {
+        let provider = Provider::start();
+        let base = config("", provider.address, QUOTA, &cost, "");
+        let (base, _) = base.split_once("[[route]]").unwrap();
+        let gateway = Gateway::start(&format!(
+            "{base}[upstream.first]\nservers = [\"{}\"]\n[upstream.refused]\nservers = [\"http://127.0.0.1:1\"]\n\
+             [[route]]\nname = \"r\"\npath = \"{path}\"\nlimits = [\"tokens\"]\nupstream = \"first\"\n\
+             retry_on = [429, \"5xx\"]\nretry_methods = [\"POST\"]\nfallback = [{fallbacks}]\n\
+             model_aliases = {{ fast = \"gpt-5-mini\" }}\n",
+            first.url()
+        ));
+        let body = json!({
+            "model": model, "max_tokens": 100, "generationConfig": {"maxOutputTokens": 100}, "mock": {"output": 7}
+        });
+        let reply = post(&gateway, sent, &body);
+        assert_eq!((reply.status, first.count(), provider.count()), (200, 1, 1), "{name}: {}", reply.text());
+        let received: Value = serde_json::from_slice(&first.last().body).unwrap();
+        assert_eq!(received["model"], if model == "fast" { "gpt-5-mini" } else { model }, "{name}");
+        let seen = provider.last();
+        assert_eq!(seen.target(), target, "{name}");
+        assert_eq!(serde_json::from_slice::<Value>(&seen.body).unwrap()["model"], body_model, "{name}");
+        assert_eq!(seen.headers("content-length"), [seen.body.len().to_string()], "{name}");
+        eventually("the request is logged", || records(&gateway).len() == 1);
+        let record = &records(&gateway)[0];
+        let limit = &record["limits"][0];
+        assert_eq!((&limit["reserved"], &limit["settled"]), (&json!(reserved), &json!(charged)), "{name}");
+        let served = request_model(target).unwrap_or(body_model);
+        assert_eq!(record["model"], served, "{name}");
+    }
+}
+
+/// Return the model in a path of Gemini or Azure.
+fn request_model(path: &str) -> Option<&str> {
+    let (_, rest) = path.split_once("/models/").or_else(|| path.split_once("/deployments/"))?;
+    rest.split([':', '/']).next()
+}
+
+/// A retry on another server of a fallback, streams and a response that names a more expensive model.
+#[test]
+fn names_of_a_fallback_stay_the_same_in_its_retries_and_streams() {
+    let models = "models.\"gpt-5\" = { output = 20 }, models.\"small\" = { output = 2 }";
+    let cost = format!("weights = {{ input = 0, output = 1 }}, {models}");
+    for (name, body, charged) in [
+        ("JSON", json!({"mock": {"output": 7}}), 14),
+        ("a stream", json!({"stream": true, "mock": {"output": 7}}), 14),
+        (
+            "the response names another model",
+            json!({"mock": {"raw": "{\"model\":\"gpt-5\",\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":7}}"}}),
+            140,
+        ),
+        (
+            "the response names an unknown model",
+            json!({"mock": {"raw": "{\"model\":\"x\",\"usage\":{\"prompt_tokens\":1,\"completion_tokens\":7}}"}}),
+            14,
+        ),
+    ] {
+        let provider = Provider::start();
+        // Both servers of the fallback fail once, so that the second attempt of either is a retry.
+        let failures = Arc::<AtomicUsize>::default();
+        let bodies = Arc::<Mutex<Vec<Vec<u8>>>>::default();
+        let servers: Vec<_> = (0..2)
+            .map(|_| {
+                let (failures, bodies, provider) = (failures.clone(), bodies.clone(), provider.address);
+                serve(move |mut stream| {
+                    while let Some(request) = read_request(&mut stream) {
+                        bodies.lock().unwrap().push(request.body.clone());
+                        if failures.fetch_add(1, Ordering::SeqCst) == 0 {
+                            let error = b"HTTP/1.1 503 Error\r\nContent-Length: 0\r\n\r\n";
+                            if stream.write_all(error).is_err() {
+                                return;
+                            }
+                            continue;
+                        }
+                        let mut server = TcpStream::connect(provider).unwrap();
+                        server.write_all(request.head.as_bytes()).unwrap();
+                        server.write_all(&request.body).unwrap();
+                        let mut buffer = [0; 4096];
+                        while let Ok(length @ 1..) = server.read(&mut buffer) {
+                            if stream.write_all(&buffer[..length]).is_err() {
+                                return;
+                            }
+                        }
+                    }
+                })
+            })
+            .map(|address| format!("http://{address}"))
+            .collect();
+        let base = config("", provider.address, QUOTA, &cost, "");
+        let (base, _) = base.split_once("[upstream.u]").unwrap();
+        let gateway = Gateway::start(&format!(
+            "{base}[upstream.u]\nservers = {servers:?}\n[upstream.first]\nservers = [\"http://127.0.0.1:1\"]\n\
+             [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nlimits = [\"tokens\"]\nupstream = \"first\"\nretries = 1\n\
+             retry_on = [\"5xx\"]\nretry_methods = [\"POST\"]\n\
+             fallback = [{{ upstream = \"u\", model_aliases = {{ gpt-5 = \"small\" }} }}]\n"
+        ));
+        let mut body = body;
+        body["model"] = "gpt-5".into();
+        body["max_tokens"] = 100.into();
+        let reply = post(&gateway, CHAT, &body);
+        assert_eq!(reply.status, 200, "{name}: {}", reply.text());
+        eventually("the request is logged", || records(&gateway).len() == 1);
+        let limit = &records(&gateway)[0]["limits"][0];
+        assert_eq!((&limit["reserved"], &limit["settled"]), (&json!(2000), &json!(charged)), "{name}");
+        let bodies: Vec<Value> =
+            bodies.lock().unwrap().iter().map(|body| serde_json::from_slice(body).unwrap()).collect();
+        assert_eq!(bodies.len(), 2, "{name}");
+        for received in &bodies {
+            assert_eq!(received["model"], "small", "{name}");
+            assert_eq!(received["stream_options"]["include_usage"] == true, body["stream"] == true, "{name}");
+        }
     }
 }
 
@@ -2335,12 +2738,12 @@ fn exhausted_stream_is_cut_with_a_final_event() {
         ("/v1/completions", "\"text\":\"\",\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n"),
     ] {
         for seed in [0, 1] {
-            let ignored = json!({"stream": true, "max_tokens": 5, "mock": {"input": 9, "output": 300, "seed": seed}});
+            let ignored = json!({"stream": true, "max_tokens": 5, "max_output_tokens": 5, "mock": {"input": 9, "output": 300, "seed": seed}});
             let text = String::from_utf8(post(&gateway, path, &ignored).body).unwrap();
             assert!(text.ends_with(end), "{path} {text}");
             let deltas = text.matches("\"tok\"").count() + text.matches("\"tök\"").count();
             assert_eq!(deltas, 6, "{path}: the gateway ends the stream after the first delta beyond the maximum");
-            let kept = json!({"stream": true, "max_tokens": 5, "mock": {"input": 9, "output": 5, "seed": seed}});
+            let kept = json!({"stream": true, "max_tokens": 5, "max_output_tokens": 5, "mock": {"input": 9, "output": 5, "seed": seed}});
             let text = String::from_utf8(post(&gateway, path, &kept).body).unwrap();
             assert!(!text.contains("length") && !text.contains("max_"), "{path} {text}");
         }

@@ -33,7 +33,7 @@ pub enum Billing {
     Free,
     /// The tokens of a list of requests in the body, whose responses the client fetches later.
     Batch,
-    /// The tokens of the requests in an uploaded file, which the gateway cannot count.
+    /// The tokens of the requests in an uploaded file or a job, which the gateway cannot count.
     File,
 }
 
@@ -55,7 +55,7 @@ const fn operation_of(provider: Provider, billing: Billing, within: &'static str
 
 /// The operations that the gateway knows. If several match, the first one applies. `docs/reference/limits.md` contains
 /// this table.
-const OPERATIONS: [Operation; 36] = {
+const OPERATIONS: [Operation; 42] = {
     use Billing::{Batch, Embedding, File, Free, Generation};
     use Provider::{Anthropic, Bedrock, Gemini, Ollama, OpenAi};
     [
@@ -78,11 +78,16 @@ const OPERATIONS: [Operation; 36] = {
         operation_of(OpenAi, Generation, "", ":rawPredict"),
         operation_of(OpenAi, Generation, "", ":streamRawPredict"),
         operation_of(OpenAi, File, "", "/batches"),
+        operation_of(OpenAi, File, "", "/batch/jobs"),
+        operation_of(OpenAi, File, "", "/embed-jobs"),
         operation_of(Gemini, Generation, "", ":generateContent"),
         operation_of(Gemini, Generation, "", ":streamGenerateContent"),
         operation_of(Gemini, Embedding, "", ":embedContent"),
         operation_of(Gemini, Embedding, "", ":batchEmbedContents"),
         operation_of(Gemini, Free, "", ":countTokens"),
+        operation_of(Gemini, File, "", ":batchGenerateContent"),
+        operation_of(Gemini, File, "", ":asyncBatchEmbedContent"),
+        operation_of(Gemini, File, "", "/batchPredictionJobs"),
         operation_of(Ollama, Generation, "", "/api/chat"),
         operation_of(Ollama, Generation, "", "/api/generate"),
         operation_of(Ollama, Embedding, "", "/api/embed"),
@@ -96,6 +101,7 @@ const OPERATIONS: [Operation; 36] = {
         operation_of(OpenAi, Generation, "", "/v1/chat"),
         operation_of(OpenAi, Embedding, "", "/v2/embed"),
         operation_of(OpenAi, Embedding, "", "/v1/embed"),
+        operation_of(OpenAi, Embedding, "", "/rerank"),
     ]
 };
 
@@ -105,6 +111,7 @@ impl Operation {
     pub fn semantic_name(&self) -> Option<&'static str> {
         match (self.billing, self.provider, self.end) {
             (Billing::Free | Billing::Batch | Billing::File, ..) => None,
+            (Billing::Embedding, _, "/rerank") => None,
             (Billing::Embedding, ..) => Some("embeddings"),
             (Billing::Generation, Provider::Gemini, _) => Some("generate_content"),
             (Billing::Generation, _, "/completions" | "/v1/complete" | "/api/generate") => Some("text_completion"),
@@ -118,19 +125,35 @@ impl Operation {
         }
     }
 
+    /// Return the keys at the root of a body in which the operation reads its maximum number of output tokens.
+    pub fn root_maximum(&self) -> RootMaximum {
+        match self.end {
+            "/responses" => RootMaximum::MaxOutputTokens,
+            "/v1/complete" => RootMaximum::MaxTokensToSample,
+            "/invoke" | "/invoke-with-response-stream" | ":rawPredict" | ":streamRawPredict"
+                if self.provider == Provider::OpenAi =>
+            {
+                RootMaximum::OfModel
+            }
+            _ => RootMaximum::MaxTokens,
+        }
+    }
+
     /// Return the operation with this canonical path. Only the path decides: a header such as `anthropic-version` would
     /// let a client choose how its maximum of output tokens is read. A server may ignore a trailing slash and path
     /// parameters, so such a path is also recognized, unless the operation is free: it may be another operation for
-    /// other servers.
+    /// other servers, also if it is decoded twice.
     pub fn of(path: &str) -> Option<&'static Operation> {
         let trimmed = path.trim_end_matches('/');
         let last = trimmed.rfind('/').map_or(0, |slash| slash + 1);
         let trimmed = trimmed[last..].find(';').map_or(trimmed, |parameters| &trimmed[..last + parameters]);
         OPERATIONS.iter().find(|operation| {
-            let written = if operation.billing == Billing::Free { path } else { trimmed };
+            let is_free = operation.billing == Billing::Free;
+            let written = if is_free { path } else { trimmed };
             written.strip_suffix(operation.end).is_some_and(|before| {
                 // Bedrock's paths are `/model/NAME/OPERATION`.
-                operation.within.is_empty() || before.contains(operation.within)
+                let is_within = operation.within.is_empty() || before.contains(operation.within);
+                is_within && !(is_free && has_encoded_delimiter(before))
             })
         })
     }
@@ -175,6 +198,26 @@ impl Provider {
         });
         hiding.chain(headers.contains_key(FIELD_MASK).then_some(FIELD_MASK)).next()
     }
+}
+
+/// Return whether a path has parameters, or would end earlier if it were decoded again.
+fn has_encoded_delimiter(path: &str) -> bool {
+    percent_decode_str(path).any(|byte| matches!(byte, b'?' | b'#' | b';' | b'%'))
+}
+
+/// The keys at the root of a body that contain the maximum number of output tokens of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RootMaximum {
+    /// `max_tokens` and `max_completion_tokens`.
+    MaxTokens,
+    /// `max_output_tokens`.
+    MaxOutputTokens,
+    /// `max_tokens_to_sample`.
+    MaxTokensToSample,
+    /// The model determines the key.
+    OfModel,
+    /// The operation is unknown, and may use none of them.
+    Unknown,
 }
 
 /// An error response of the gateway.
@@ -345,10 +388,18 @@ mod tests {
             ("/v1/messages", Provider::Anthropic, Billing::Generation),
             ("/v1/messages/count_tokens", Provider::Anthropic, Billing::Free),
             ("/v1/messages/count_tokens;x", Provider::OpenAi, Billing::Generation),
+            ("/v1/chat/completions;/tokenize", Provider::OpenAi, Billing::Generation),
+            ("/v1/chat/completions%3F/tokenize", Provider::OpenAi, Billing::Generation),
+            ("/v1/chat/completions%23/tokenize", Provider::OpenAi, Billing::Generation),
+            ("/v1/chat/completions%253F/tokenize", Provider::OpenAi, Billing::Generation),
+            ("/model/anthropic.claude-v1%3A0/count-tokens", Provider::Bedrock, Billing::Free),
             ("/v1/messages/;x", Provider::OpenAi, Billing::Generation),
             ("/v1/messages;x/", Provider::Anthropic, Billing::Generation),
             ("/v1/messages/batches", Provider::Anthropic, Billing::Batch),
             ("/v1/batches/", Provider::OpenAi, Billing::File),
+            ("/v1/batch/jobs", Provider::OpenAi, Billing::File),
+            ("/v1beta/models/m:batchGenerateContent", Provider::Gemini, Billing::File),
+            ("/v2/rerank", Provider::OpenAi, Billing::Embedding),
             ("/v1/complete", Provider::Anthropic, Billing::Generation),
             (
                 "/v1/projects/p/locations/l/publishers/anthropic/models/c:rawPredict",

@@ -14,7 +14,7 @@ use crate::payload::json::body::{
 };
 use crate::payload::json::names::{NameIndex, bits};
 use crate::payload::llm::image::{ImageScale, ImageSize, Media, base64_size};
-use crate::payload::llm::provider::Provider;
+use crate::payload::llm::provider::{Operation, Provider, RootMaximum};
 use crate::payload::llm::text_tokens::TextTokens;
 use crate::payload::llm::usage::ServiceTier;
 
@@ -88,28 +88,45 @@ const DOCUMENT_PART: u64 = 64 << 10;
 /// maximum at a position.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OutputBounds {
-    /// The largest maximum at the root, as for OpenAI and Anthropic.
+    /// The largest maximum at the root.
     pub root: Option<u64>,
+    /// `max_tokens` or `max_completion_tokens`, whichever is larger.
+    pub max_tokens: Option<u64>,
+    /// `max_output_tokens` of OpenAI's Responses API.
+    pub max_output_tokens: Option<u64>,
+    /// `max_tokens_to_sample` of Anthropic's Text Completions API.
+    pub max_tokens_to_sample: Option<u64>,
     /// The maximum in `generationConfig`, as for Gemini.
     pub generation_config: Option<u64>,
     /// The maximum in `options`, as for Ollama.
     pub options: Option<u64>,
     /// The maximum in `inferenceConfig`, as for Bedrock Converse.
     pub inference_config: Option<u64>,
+    /// The maximum in `parameters` or `completion_args`, as for several servers whose operations are unknown.
+    pub parameters: Option<u64>,
     /// The largest maximum of a fallback (LiteLLM), which replaces that of the request.
     pub fallback: Option<u64>,
 }
 
 impl OutputBounds {
-    /// Return the maximum that a provider uses, or `default` if the body has none. For OpenAI, return the largest of all
-    /// values, because the server may be an OpenAI-compatible server that uses any of the positions.
-    fn of(self, provider: Provider, default: u64) -> u64 {
-        match provider {
+    /// Return the maximum that an operation uses, or `default` if the body has none. For OpenAI, return the largest of
+    /// all values, because the server may be an OpenAI-compatible server that uses any of the positions. A maximum that
+    /// only other operations use does not replace `default`: the server may ignore it.
+    fn of(self, operation: Option<&Operation>, default: u64) -> u64 {
+        let own = operation.map_or(RootMaximum::Unknown, Operation::root_maximum);
+        let own = match own {
+            RootMaximum::MaxTokens => self.max_tokens,
+            RootMaximum::MaxOutputTokens => self.max_output_tokens,
+            RootMaximum::MaxTokensToSample => self.max_tokens_to_sample,
+            RootMaximum::OfModel => self.root,
+            RootMaximum::Unknown => None,
+        };
+        match operation.map_or(Provider::OpenAi, |operation| operation.provider) {
             Provider::OpenAi => {
-                let others = self.generation_config.max(self.options).max(self.inference_config).max(self.fallback);
-                self.root.unwrap_or(default).max(others.unwrap_or(0))
+                let nested = self.generation_config.max(self.options).max(self.inference_config).max(self.parameters);
+                own.unwrap_or(default).max(self.root.max(nested).max(self.fallback).unwrap_or(0))
             }
-            Provider::Anthropic => self.root.unwrap_or(default),
+            Provider::Anthropic => own.unwrap_or(default),
             Provider::Gemini => self.generation_config.unwrap_or(default),
             Provider::Ollama => self.options.unwrap_or(default),
             Provider::Bedrock => self.inference_config.unwrap_or(default),
@@ -187,9 +204,9 @@ impl InputEstimate {
         self.bytes_per_token.unwrap_or(OUTPUT_BYTES_PER_TOKEN)
     }
 
-    /// Return the maximum number of output tokens of all choices of a request to this provider.
-    pub fn output(&self, info: &RequestInfo, provider: Provider) -> u64 {
-        self.capped(info.bounds.of(provider, self.default_output)).saturating_mul(info.choices)
+    /// Return the maximum number of output tokens of all choices of a request. `operation` is `None` if it is unknown.
+    pub fn output(&self, info: &RequestInfo, operation: Option<&Operation>) -> u64 {
+        self.capped(info.bounds.of(operation, self.default_output)).saturating_mul(info.choices)
     }
 
     /// Return the maximum number of output tokens of all requests of a batch.
@@ -514,7 +531,7 @@ struct Reader {
     /// Number of prompts in a request to the Completions API.
     prompts: u64,
     /// Bit set of the keys that have been read, with one bit for each [`Known`] key.
-    seen: u32,
+    seen: u64,
     /// The first error in a key that determines the cost.
     error: Option<String>,
     /// Buffer for the comparison of keys.
@@ -533,6 +550,8 @@ enum Place {
     Options,
     /// `inferenceConfig` of Bedrock Converse.
     InferenceConfig,
+    /// `parameters` of Hugging Face, Vertex AI and DashScope, and `completion_args` of Mistral's Conversations API.
+    Parameters,
     /// `stream_options` of OpenAI.
     StreamOptions,
     /// The value is within the messages. Only messages can contain images and audio.
@@ -612,11 +631,14 @@ enum Known {
     Speed,
     Performance,
     Requests,
+    Parameters,
+    CompletionArgs,
+    ParametersMax,
 }
 
 /// The keys that determine the cost, in the spellings that providers document. Gemini accepts keys in camel case and in
 /// snake case, as Protocol Buffers do.
-const KNOWN_KEYS: [(Place, &str, Known); 38] = [
+const KNOWN_KEYS: [(Place, &str, Known); 43] = [
     (Place::Root, "model", Known::Model),
     (Place::Root, "stream", Known::Stream),
     (Place::Root, "background", Known::Background),
@@ -659,15 +681,28 @@ const KNOWN_KEYS: [(Place, &str, Known); 38] = [
     // Nova on Bedrock.
     (Place::InferenceConfig, "max_new_tokens", Known::InferenceMaxTokens),
     (Place::StreamOptions, "include_usage", Known::IncludeUsage),
+    (Place::Root, "parameters", Known::Parameters),
+    (Place::Root, "completion_args", Known::CompletionArgs),
+    (Place::Parameters, "max_new_tokens", Known::ParametersMax),
+    (Place::Parameters, "max_tokens", Known::ParametersMax),
+    (Place::Parameters, "maxOutputTokens", Known::ParametersMax),
 ];
 
 /// For each place that has [`KNOWN_KEYS`], an index of their names. The number of a name is its index in the list.
-static KNOWN_NAMES: LazyLock<[(Place, NameIndex); 5]> = LazyLock::new(|| {
+static KNOWN_NAMES: LazyLock<[(Place, NameIndex); 6]> = LazyLock::new(|| {
     let index = |place| {
         let names = KNOWN_KEYS.iter().map(|(at, name, _)| (*at == place).then_some(*name));
         (place, NameIndex::new(names, Some('_')))
     };
-    [Place::Root, Place::GenerationConfig, Place::Options, Place::InferenceConfig, Place::StreamOptions].map(index)
+    let places = [
+        Place::Root,
+        Place::GenerationConfig,
+        Place::Options,
+        Place::InferenceConfig,
+        Place::StreamOptions,
+        Place::Parameters,
+    ];
+    places.map(index)
 });
 
 /// The result of comparing a key with [`KNOWN_KEYS`].
@@ -1130,7 +1165,7 @@ impl Reader {
         position: Position,
         map: &mut A,
     ) -> Result<(), A::Error> {
-        let bit = 1 << known as u32;
+        let bit = 1 << known as u64;
         let is_repeated = self.seen & bit > 0;
         self.seen |= bit;
         let place = match known {
@@ -1138,6 +1173,7 @@ impl Reader {
             Known::Options => Place::Options,
             Known::InferenceConfig => Place::InferenceConfig,
             Known::StreamOptions => Place::StreamOptions,
+            Known::Parameters | Known::CompletionArgs => Place::Parameters,
             Known::Models | Known::Fallbacks | Known::ContextFallbacks | Known::PolicyFallbacks => Place::Models,
             Known::ServiceTier | Known::Speed | Known::Performance => Place::Tier,
             Known::Requests => Place::Batch,
@@ -1168,7 +1204,9 @@ impl Reader {
                 | Known::ServiceTier
                 | Known::Speed
                 | Known::Performance
-                | Known::Requests,
+                | Known::Requests
+                | Known::Parameters
+                | Known::CompletionArgs,
                 _,
             ) => {}
             (Known::Model, Found::Text(model)) if model.len() <= MAX_MODEL => {
@@ -1193,7 +1231,8 @@ impl Reader {
                 | Known::NPredict
                 | Known::GenerationMaxOutputTokens
                 | Known::InferenceMaxTokens
-                | Known::NumPredict,
+                | Known::NumPredict
+                | Known::ParametersMax,
                 // 0 means no maximum, as in some servers.
                 Found::Count(Some(0)),
             ) => {}
@@ -1206,13 +1245,21 @@ impl Reader {
                 | Known::NPredict,
                 Found::Count(bound @ Some(_)),
             ) => {
-                // Servers differ in which of these keys they use, so keep the largest value.
-                self.info.bounds.root = self.info.bounds.root.max(bound);
+                let bounds = &mut self.info.bounds;
+                bounds.root = bounds.root.max(bound);
+                match known {
+                    Known::MaxOutputTokens => bounds.max_output_tokens = bound,
+                    Known::MaxTokensToSample => bounds.max_tokens_to_sample = bound,
+                    // Servers differ in which of these keys they use, so keep the largest value.
+                    Known::MaxTokens | Known::MaxCompletionTokens => bounds.max_tokens = bounds.max_tokens.max(bound),
+                    _ => {}
+                }
             }
             (Known::GenerationMaxOutputTokens, Found::Count(bound @ Some(_))) => {
                 self.info.bounds.generation_config = bound;
             }
             (Known::NumPredict, Found::Count(bound @ Some(_))) => self.info.bounds.options = bound,
+            (Known::ParametersMax, Found::Count(bound @ Some(_))) => self.info.bounds.parameters = bound,
             (Known::InferenceMaxTokens, Found::Count(bound @ Some(_))) => self.info.bounds.inference_config = bound,
             (Known::N | Known::BestOf | Known::CandidateCount | Known::NumGenerations, Found::Count(Some(choices))) => {
                 self.info.choices = self.info.choices.max(choices);
@@ -1345,7 +1392,8 @@ mod tests {
             (r#"{"max_tokens":10,"fallbacks":["m",{"model":"n","max_tokens":5}]}"#, 10),
             (r#"{"fallbacks":[{"model":"m","max_tokens":5.0}]}"#, 100),
         ] {
-            assert_eq!(estimate.output(&inspect(body.as_bytes()).unwrap(), Provider::OpenAi), expected, "{body}");
+            let chat = Operation::of("/v1/chat/completions");
+            assert_eq!(estimate.output(&inspect(body.as_bytes()).unwrap(), chat), expected, "{body}");
         }
     }
 
@@ -1396,15 +1444,37 @@ mod tests {
 
     #[test]
     fn bound_is_that_of_the_provider() {
-        let info = inspect(br#"{"max_tokens":1,"generationConfig":{"maxOutputTokens":2},"options":{"num_predict":3}}"#);
-        let info = info.unwrap();
-        for (provider, expected) in
-            [(Provider::OpenAi, 3), (Provider::Anthropic, 1), (Provider::Gemini, 2), (Provider::Ollama, 3)]
-        {
-            assert_eq!(ESTIMATE.output(&info, provider), expected, "{provider:?}");
+        let several = r#"{"max_tokens":1,"generationConfig":{"maxOutputTokens":2},"options":{"num_predict":3}}"#;
+        let (chat, ollama) = ("/v1/chat/completions", "/api/chat");
+        for (path, body, expected) in [
+            (chat, several, 3),
+            ("/v1/messages", several, 1),
+            ("/v1beta/models/m:generateContent", several, 2),
+            (ollama, several, 3),
+            (ollama, r#"{"max_tokens":1}"#, 1024),
+            // The keys at the root that only other operations use do not replace the default.
+            (chat, r#"{"max_tokens":1}"#, 1),
+            (chat, r#"{"max_completion_tokens":1}"#, 1),
+            (chat, r#"{"max_output_tokens":1}"#, 1024),
+            (chat, r#"{"max_new_tokens":1,"n_predict":1,"max_tokens_to_sample":1}"#, 1024),
+            (chat, r#"{"max_output_tokens":9000,"max_tokens":1}"#, 9000),
+            ("/v1/responses", r#"{"max_output_tokens":1}"#, 1),
+            ("/v1/responses", r#"{"max_tokens":1,"max_completion_tokens":1}"#, 1024),
+            ("/v2/chat", r#"{"max_tokens":1}"#, 1),
+            ("/v1/complete", r#"{"max_tokens_to_sample":1}"#, 1),
+            ("/v1/complete", r#"{"max_tokens":1}"#, 1024),
+            ("/v1/messages", r#"{"max_tokens_to_sample":1,"max_output_tokens":1}"#, 1024),
+            ("/model/m/invoke", r#"{"max_gen_len":1}"#, 1),
+            ("/model/m/invoke", r#"{"max_tokens":1,"textGenerationConfig":{"maxTokenCount":9000}}"#, 9000),
+            // Any key at the root of an unknown operation could be one that the server ignores.
+            ("/generate", r#"{"max_tokens":1}"#, 1024),
+            ("/generate", r#"{"max_tokens":1,"parameters":{"max_new_tokens":9000}}"#, 9000),
+            ("/v1/conversations", r#"{"completion_args":{"max_tokens":9000}}"#, 9000),
+            ("/m:predict", r#"{"parameters":{"maxOutputTokens":9000}}"#, 9000),
+        ] {
+            let info = inspect(body.as_bytes()).unwrap();
+            assert_eq!(ESTIMATE.output(&info, Operation::of(path)), expected, "{path} {body}");
         }
-        let info = inspect(br#"{"max_tokens":1}"#).unwrap();
-        assert_eq!(ESTIMATE.output(&info, Provider::Ollama), 1024, "Ollama ignores `max_tokens`");
     }
 
     #[test]
@@ -1578,35 +1648,51 @@ mod tests {
         let media = Media { images: u64::MAX, ..Media::default() };
         let info = RequestInfo { media, choices: u64::MAX, bounds, ..RequestInfo::default() };
         assert_eq!(
-            (ESTIMATE.input(&info, Provider::OpenAi, &std::iter::empty()), ESTIMATE.output(&info, Provider::OpenAi)),
+            (ESTIMATE.input(&info, Provider::OpenAi, &std::iter::empty()), ESTIMATE.output(&info, None)),
             (u64::MAX, u64::MAX)
         );
-        assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, Provider::OpenAi), 2048);
+        assert_eq!(ESTIMATE.output(&RequestInfo { choices: 2, ..RequestInfo::default() }, None), 2048);
     }
 
     /// A maximum at a position that the API does not use never lowers the reservation.
     #[test]
     fn each_api_has_its_position_and_an_unknown_api_reserves_the_largest_reading() {
         let one = Some(1);
-        let all =
-            OutputBounds { root: one, generation_config: one, options: one, inference_config: one, fallback: None };
+        let all = OutputBounds {
+            root: one,
+            max_tokens: one,
+            max_output_tokens: one,
+            max_tokens_to_sample: one,
+            generation_config: one,
+            options: one,
+            inference_config: one,
+            parameters: one,
+            fallback: None,
+        };
         let large = Some(9000);
-        for (provider, bounds) in [
-            (Provider::OpenAi, OutputBounds { root: large, ..all }),
-            (Provider::OpenAi, OutputBounds { generation_config: large, ..all }),
-            (Provider::OpenAi, OutputBounds { options: large, ..all }),
-            (Provider::OpenAi, OutputBounds { inference_config: large, ..all }),
-            (Provider::OpenAi, OutputBounds { root: None, ..all }),
-            (Provider::Anthropic, OutputBounds { root: large, ..all }),
-            (Provider::Anthropic, OutputBounds { root: None, ..all }),
-            (Provider::Gemini, OutputBounds { generation_config: large, ..all }),
-            (Provider::Gemini, OutputBounds { generation_config: None, ..all }),
-            (Provider::Ollama, OutputBounds { options: large, ..all }),
-            (Provider::Ollama, OutputBounds { options: None, ..all }),
-            (Provider::Bedrock, OutputBounds { inference_config: large, ..all }),
-            (Provider::Bedrock, OutputBounds { inference_config: None, ..all }),
+        let (chat, messages) = ("/v1/chat/completions", "/v1/messages");
+        let (gemini, ollama, bedrock) = ("/models/m:generateContent", "/api/chat", "/model/m/converse");
+        for (path, bounds) in [
+            (chat, OutputBounds { root: large, ..all }),
+            (chat, OutputBounds { generation_config: large, ..all }),
+            (chat, OutputBounds { options: large, ..all }),
+            (chat, OutputBounds { inference_config: large, ..all }),
+            (chat, OutputBounds { parameters: large, ..all }),
+            (chat, OutputBounds { max_tokens: None, ..all }),
+            ("/v1/responses", OutputBounds { max_output_tokens: None, ..all }),
+            (messages, OutputBounds { max_tokens: large, ..all }),
+            (messages, OutputBounds { max_tokens: None, ..all }),
+            ("/v1/complete", OutputBounds { max_tokens_to_sample: None, ..all }),
+            (gemini, OutputBounds { generation_config: large, ..all }),
+            (gemini, OutputBounds { generation_config: None, ..all }),
+            (ollama, OutputBounds { options: large, ..all }),
+            (ollama, OutputBounds { options: None, ..all }),
+            (bedrock, OutputBounds { inference_config: large, ..all }),
+            (bedrock, OutputBounds { inference_config: None, ..all }),
+            ("/model/m/invoke", OutputBounds { root: None, ..all }),
+            ("/unknown", all),
         ] {
-            assert_eq!(bounds.of(provider, 9000), 9000, "{provider:?} {bounds:?}");
+            assert_eq!(bounds.of(Operation::of(path), 9000), 9000, "{path} {bounds:?}");
         }
     }
 

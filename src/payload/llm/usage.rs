@@ -116,6 +116,10 @@ impl TokenUsage {
 /// Parse a usage object of any provider. Return `None` if the object has no count, or if a count is invalid: negative,
 /// with a fraction, larger than [`MAX_TOKENS`], or of another type.
 pub fn parse_usage(json: &[u8]) -> Option<TokenUsage> {
+    // serde would read an array as the fields in their order.
+    if !json.trim_ascii_start().starts_with(b"{") {
+        return None;
+    }
     serde_json::from_slice::<UsageObject<'_>>(json).ok()?.tokens()
 }
 
