@@ -12,7 +12,7 @@ use std::net::TcpStream as StdStream;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream as StdUnixStream;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::task::Poll;
@@ -22,12 +22,14 @@ use std::{io, iter};
 use http::StatusCode;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::oneshot::Receiver;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
+use crate::boxed::boxed;
 use crate::clock;
 use crate::clock::LogThrottle;
 use crate::http::body_limits::BufferBudget;
@@ -136,6 +138,18 @@ pub struct Server {
     metrics: Arc<ListenerMetrics>,
 }
 
+/// The future that serves the requests of a connection.
+type Requests = Pin<Box<dyn Future<Output = Result<CloseReason, BoxError>> + Send>>;
+
+/// A connection on which the first request can arrive.
+struct OpenConnection {
+    requests: Requests,
+    /// Receives the socket when `requests` has ended.
+    returned_stream: Receiver<TcpStream>,
+    /// `None` if the connection does not count against `max_connections_per_ip`.
+    _permit: Option<PerIpPermit>,
+}
+
 impl Server {
     /// Create a server without connections.
     pub fn new(
@@ -221,14 +235,13 @@ impl Server {
             () = self.drain.cancelled() => None,
         };
         let Some(permit) = permit else { return };
-        let server = self.clone();
+        let held = (permit, self.gateway.start_connection());
+        let force_close = self.force_close.clone();
+        let connection = self.serve_connection(stream, address, listener_index);
         self.tasks.spawn(async move {
-            let _permit = permit;
-            let _room = server.gateway.start_connection();
-            let force_close = server.force_close.clone();
             let mut waker = SelectiveWaker::new();
             let mut force_closed = pin!(force_close.cancelled());
-            let mut connection = pin!(server.serve_connection(stream, address, listener_index));
+            let mut connection = pin!(connection);
             // Do not use `CancellationToken::run_until_cancelled`, which would reserve space for the future twice, and
             // would poll the token at every wakeup of the task.
             let closed = poll_fn(|cx| {
@@ -239,15 +252,49 @@ impl Server {
             if let Err(error) = closed.await {
                 debug!(%error, "connection ended with an error");
             }
+            drop(held);
         });
     }
 
-    async fn serve_connection(
+    /// Serve a connection until it is closed.
+    fn serve_connection(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+        listener_index: usize,
+    ) -> impl Future<Output = Result<(), BoxError>> + Send + use<> {
+        // Box the future, so that its memory is free when the connection is open.
+        let opening = boxed(|| self.clone().open_connection(stream, address, listener_index));
+        let (metrics, connection_limits) = (self.metrics.clone(), self.connection_limits.clone());
+        async move {
+            let Some(OpenConnection { requests, mut returned_stream, _permit }) = opening.await? else { return Ok(()) };
+            let close_reason = requests.await?;
+            if let CloseReason::TooManyResets = close_reason {
+                metrics.too_many_resets.increment(0);
+            }
+            let Ok(stream) = returned_stream.try_recv() else { return Ok(()) };
+            match close_reason {
+                CloseReason::Complete | CloseReason::Timeout | CloseReason::TooManyResets => {}
+                CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
+                CloseReason::RequestUnread => {
+                    if let Some(_permit) = connection_limits.try_acquire_lingering() {
+                        // Box the future, because only few connections need space for a lingering close.
+                        Box::pin(lingering_close(stream)).await;
+                    }
+                }
+            }
+            Ok(())
+        }
+    }
+
+    /// Identify the client, accept its TLS handshake and detect the HTTP version. Return `None` if the connection has
+    /// been closed without a request.
+    async fn open_connection(
         self,
         mut stream: TcpStream,
         address: SocketAddr,
         listener_index: usize,
-    ) -> Result<(), BoxError> {
+    ) -> Result<Option<OpenConnection>, BoxError> {
         let gateway = self.gateway.clone();
         let config = gateway.config();
         let listener = &config.listeners[listener_index];
@@ -275,7 +322,7 @@ impl Server {
             && !settings.is_exempt_from_per_ip(peer.address)
         {
             let network = config.client_ip.network(peer.address);
-            let Some(permit) = connection_limits.permit(network) else { return Ok(()) };
+            let Some(permit) = connection_limits.permit(network) else { return Ok(None) };
             Some(permit)
         } else {
             None
@@ -288,11 +335,12 @@ impl Server {
         };
         if tls.is_some() && client_hello.is_empty() {
             // Do not log a client that closes the connection without sending a byte, as TCP health checks do.
-            return Ok(());
+            return Ok(None);
         }
         if tls.is_some() && handshake::is_plain_http(&client_hello) {
             drop(config);
-            return self.reject_plain_http(stream, peer.address, deadline).await;
+            self.reject_plain_http(stream, peer.address, deadline).await?;
+            return Ok(None);
         }
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream, self.metrics.clone());
         let serves = listener.protocol;
@@ -305,22 +353,22 @@ impl Server {
             let peer = Arc::new(peer);
             HttpConnection { gateway, peer, settings, activity, serves, buffer_budget, drain, has_websockets }
         };
-        // Box the future, because the task would otherwise reserve space for it until the connection is closed.
-        let close_reason = match tls {
+        let requests: Requests = match tls {
             None => {
                 let protocol = tokio::select! {
                     biased;
                     protocol = timeout_at(deadline, Protocol::from_preface(&mut stream)) => protocol??,
                     // Close the connection when draining, because the client has sent no request and waits for no
                     // response.
-                    () = self.wait_for_drain(drain_grace) => return Ok(()),
+                    () = self.wait_for_drain(drain_grace) => return Ok(None),
                 };
                 let Some(protocol) = protocol else {
                     drop(stream);
-                    let Ok(stream) = returned_stream.try_recv() else { return Ok(()) };
-                    return Box::pin(self.reject_tls(stream, peer.address, deadline)).await;
+                    let Ok(stream) = returned_stream.try_recv() else { return Ok(None) };
+                    self.reject_tls(stream, peer.address, deadline).await?;
+                    return Ok(None);
                 };
-                Box::pin(new_connection(peer).run(stream, protocol)).await?
+                boxed(|| new_connection(peer).run(stream, protocol))
             }
             Some(tls) => {
                 let accepted = match timeout_at(deadline, Box::pin(handshake::accept(&tls, stream))).await {
@@ -337,8 +385,7 @@ impl Server {
                 };
                 // `None` means that a CA has validated a name. Close the connection, because the CA sends nothing after
                 // the handshake (RFC 8737 §3).
-                let Some(Accepted { stream, client_verifier }) = accepted else { return Ok(()) };
-                drop((client_hello, tls));
+                let Some(Accepted { stream, client_verifier }) = accepted else { return Ok(None) };
                 let stream = Box::new(stream);
                 let session = stream.get_ref().1;
                 self.metrics.record_handshake(session.protocol_version(), session.alpn_protocol());
@@ -348,25 +395,10 @@ impl Server {
                 let server_name = session.server_name().unwrap_or_default().to_ascii_lowercase().into();
                 peer.tls = Some(Arc::new(TlsClient::new(server_name, certificate.transpose()?)));
                 let protocol = Protocol::from_alpn(session.alpn_protocol());
-                Box::pin(new_connection(peer).run(stream, protocol)).await?
+                boxed(|| new_connection(peer).run(stream, protocol))
             }
         };
-        if let CloseReason::TooManyResets = close_reason {
-            self.metrics.too_many_resets.increment(0);
-        }
-        if let Ok(stream) = returned_stream.try_recv() {
-            match close_reason {
-                CloseReason::Complete | CloseReason::Timeout | CloseReason::TooManyResets => {}
-                CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
-                CloseReason::RequestUnread => {
-                    if let Some(_permit) = connection_limits.try_acquire_lingering() {
-                        // Box the future, because only few connections need space for a lingering close.
-                        Box::pin(lingering_close(stream)).await;
-                    }
-                }
-            }
-        }
-        Ok(())
+        Ok(Some(OpenConnection { requests, returned_stream, _permit }))
     }
 
     /// Count and log a failed TLS handshake.

@@ -6,7 +6,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use http::StatusCode;
 use ppp::{v1, v2};
 use rustls::server::Acceptor;
@@ -230,7 +229,7 @@ impl Protocol {
                 read => count += read,
             }
         }
-        stream.rewind(Bytes::copy_from_slice(&first[..count]));
+        stream.rewind(first, count as u8);
         Ok(match first {
             [TLS_HANDSHAKE, ..] => None,
             _ if first == *PREFACE => Some(Protocol::Http2),

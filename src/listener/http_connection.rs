@@ -231,12 +231,15 @@ impl HttpConnection {
                         serve_request(self.gateway.clone(), self.peer.clone(), serves, in_flight, request, is_refused);
                     ServedRequest { request: Some(request), keeper: &keeper }
                 });
-                let connection = Http1Connection::new(stream, service, settings, &self.activity);
                 let shutdown =
                     |connection: Pin<&mut Http1Connection<'_, _, _>>| connection.get_mut().graceful_shutdown();
                 let suspend = |connection: Pin<&mut Http1Connection<'_, _, _>>| connection.get_mut().suspend();
-                let drain_grace = settings.drain_grace();
-                let closed = self.drive(connection, &flow, drain_grace, shutdown, Some(suspend)).await;
+                let closed = {
+                    // The end of this block drops the connection, and hyper drops a request in flight, which `keeper`
+                    // then keeps.
+                    let connection = pin!(Http1Connection::new(stream, service, settings, &self.activity));
+                    self.drive(connection, &flow, settings.drain_grace(), shutdown, Some(suspend)).await
+                };
                 if let Some(request) = flow.take_abandoned() {
                     // Box the future, because only few connections need space for it.
                     Box::pin(flow.finish_abandoned(request)).await;
@@ -251,12 +254,13 @@ impl HttpConnection {
                 if self.has_websockets {
                     builder.enable_connect_protocol();
                 }
-                let connection = builder.serve_connection(TokioIo::new(stream), service);
+                // Box the connection, because the future of HTTP/1 connections would otherwise have space for it.
+                let mut connection = boxed(|| builder.serve_connection(TokioIo::new(stream), service));
                 // Use no grace period when draining, because GOAWAY tells the client which of its requests the gateway
-                // still serves (RFC 9113 §6.8). Box the future, because it is twice as large as the future of HTTP/1.
+                // still serves (RFC 9113 §6.8).
                 let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
                 let suspend = None::<fn(Pin<&mut _>)>;
-                Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown, suspend)).await
+                self.drive(connection.as_mut(), &flow, Duration::ZERO, graceful_shutdown, suspend).await
             }
         }
     }
@@ -307,7 +311,7 @@ impl HttpConnection {
     /// connection will be closed. `suspend` frees the buffers of an idle connection.
     async fn drive<C>(
         &self,
-        connection: C,
+        mut connection: Pin<&mut C>,
         flow: &Arc<StreamFlow>,
         drain_grace: Duration,
         graceful_shutdown: impl FnOnce(Pin<&mut C>),
@@ -317,7 +321,6 @@ impl HttpConnection {
         C: Future<Output = hyper::Result<()>>,
     {
         let settings = &self.settings;
-        let mut connection = pin!(connection);
         let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone(), self.slow_readers());
         let mut drain_started = pin!(self.drain.cancelled());
         let mut graceful_shutdown = Some(graceful_shutdown);

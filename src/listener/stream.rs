@@ -5,6 +5,7 @@ use std::future::Future;
 use std::io;
 use std::io::IoSlice;
 use std::mem;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +29,7 @@ use crate::listener::metrics::ListenerMetrics;
 
 /// Maximum number of bytes that a connection reads before it yields to other tasks. tokio's coop budget counts reads,
 /// but a few reads can contain thousands of HTTP/2 frames.
-const READ_BUDGET: usize = 64 << 10;
+const READ_BUDGET: u32 = 64 << 10;
 
 /// A wrapper of a TCP stream. When the wrapper is dropped, it sends the stream to the receiver that [`Self::new`]
 /// returned.
@@ -37,10 +38,12 @@ pub(super) struct ReclaimableStream {
     /// `Some` until the wrapper is dropped.
     stream: Option<TcpStream>,
     return_sender: Option<Sender<TcpStream>>,
-    /// Bytes that were put back. Reads return these bytes before the bytes of the socket.
-    prefix: Bytes,
+    /// Bytes that were put back: those at the positions in `prefix_range`. Reads return them before the bytes of the
+    /// socket.
+    prefix: [u8; PREFACE.len()],
+    prefix_range: Range<u8>,
     /// Number of bytes read since the last yield.
-    bytes_read: usize,
+    bytes_read: u32,
     metrics: Arc<ListenerMetrics>,
 }
 
@@ -51,7 +54,8 @@ impl ReclaimableStream {
             ReclaimableStream {
                 stream: Some(stream),
                 return_sender: Some(return_sender),
-                prefix: Bytes::new(),
+                prefix: [0; PREFACE.len()],
+                prefix_range: 0..0,
                 bytes_read: 0,
                 metrics,
             },
@@ -59,9 +63,9 @@ impl ReclaimableStream {
         )
     }
 
-    /// Put back bytes that were already read, so that the next read returns them.
-    pub(super) fn rewind(&mut self, bytes: Bytes) {
-        self.prefix = bytes;
+    /// Put back the first `count` of these bytes, which were already read, so that the next read returns them.
+    pub(super) fn rewind(&mut self, bytes: [u8; PREFACE.len()], count: u8) {
+        (self.prefix, self.prefix_range) = (bytes, 0..count);
     }
 
     fn stream(&mut self) -> io::Result<Pin<&mut TcpStream>> {
@@ -86,16 +90,18 @@ impl AsyncRead for ReclaimableStream {
             return Poll::Pending;
         }
         let before = buffer.filled().len();
-        if !self.prefix.is_empty() {
-            let count = self.prefix.len().min(buffer.remaining());
-            buffer.put_slice(&self.prefix.split_to(count));
+        if !self.prefix_range.is_empty() {
+            let start = usize::from(self.prefix_range.start);
+            let count = self.prefix_range.len().min(buffer.remaining());
+            buffer.put_slice(&self.prefix[start..start + count]);
+            self.prefix_range.start += count as u8;
             let read_before = buffer.filled().len();
             // Continue with a read from the socket in the same call, because hyper allocates a larger buffer if headers
             // arrive in pieces. Ignore the result, because the next read reports an error or the end of the stream
             // again.
             let _ = self.stream()?.poll_read(cx, buffer);
             self.metrics.record_received(buffer.filled().len() - read_before);
-            self.bytes_read += buffer.filled().len() - before;
+            self.bytes_read += (buffer.filled().len() - before) as u32;
             return Poll::Ready(Ok(()));
         }
         let polled = self.stream()?.poll_read(cx, buffer);
@@ -104,7 +110,7 @@ impl AsyncRead for ReclaimableStream {
             Poll::Ready(_) => {
                 let count = buffer.filled().len() - before;
                 self.metrics.record_received(count);
-                self.bytes_read += count;
+                self.bytes_read += count as u32;
             }
         }
         polled
@@ -189,7 +195,8 @@ const GOAWAY_ENHANCE_YOUR_CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff
 pub(super) struct MonitoredStream<S> {
     stream: S,
     activity: Arc<ConnectionActivity>,
-    frames: Option<FrameMonitor>,
+    /// `None` for HTTP/1.x. Boxed, because the connection of an HTTP/1.x client needs no space for it.
+    frames: Option<Box<FrameMonitor>>,
     /// Bytes that hyper had read but not parsed when the connection was suspended, or the byte that ended the
     /// suspension. Reads return these bytes before the bytes of `stream`.
     unparsed: Bytes,
@@ -240,16 +247,7 @@ impl<S> MonitoredStream<S> {
         half_close_timeout: Duration,
         proxy_status: bool,
     ) -> Self {
-        let frames = (protocol == Protocol::Http2).then(|| FrameMonitor {
-            input: FrameParser { remaining_payload: PREFACE.len(), ..FrameParser::default() },
-            output: FrameParser::default(),
-            in_header_block: false,
-            credit: INITIAL_CREDIT,
-            refilled_at: monotonic(),
-            uncredited_bytes: 0,
-            received: 0,
-            is_exceeded: false,
-        });
+        let frames = (protocol == Protocol::Http2).then(|| Box::new(FrameMonitor::new()));
         let unparsed = Bytes::new();
         MonitoredStream {
             stream,
@@ -297,6 +295,20 @@ fn single_byte(byte: u8) -> Bytes {
 }
 
 impl FrameMonitor {
+    /// Create the monitor of a new connection.
+    fn new() -> Self {
+        FrameMonitor {
+            input: FrameParser { remaining_payload: PREFACE.len(), ..FrameParser::default() },
+            output: FrameParser::default(),
+            in_header_block: false,
+            credit: INITIAL_CREDIT,
+            refilled_at: monotonic(),
+            uncredited_bytes: 0,
+            received: 0,
+            is_exceeded: false,
+        }
+    }
+
     /// Count received frames. Return whether the control frames and short DATA frames exceed the limit.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
         let mut control = 0;
