@@ -2,17 +2,18 @@
 
 pub(super) mod client;
 
-use std::io;
-use std::io::Write;
+use std::io::{Write, stdout};
 use std::net::IpAddr;
 use std::path::Path;
 use std::process::ExitCode;
+use std::{env, io};
 
 use anstyle::Style;
 use anyhow::bail;
 use clap::Args;
-use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets};
+use comfy_table::{CellAlignment, ColumnConstraint, ContentArrangement, Table, presets};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use rustix::termios::tcgetwinsize;
 use serde_json::{Map, Value};
 
 use crate::cli::admin::client::{AdminClient, token_from_env};
@@ -150,7 +151,8 @@ pub(crate) fn unit_suffix(unit: &str) -> String {
     }
 }
 
-/// Write a table with a header row. `right_aligned` names the columns that contain numbers.
+/// Write a table with a header row. `right_aligned` names the columns that contain numbers. If the lines of the table are
+/// longer than those of the terminal, write each row as a list.
 pub(super) fn write_table<const N: usize>(
     header: [&str; N],
     rows: impl Iterator<Item = [String; N]>,
@@ -158,40 +160,63 @@ pub(super) fn write_table<const N: usize>(
     style: impl Fn(usize) -> Option<Style>,
     out: &mut impl Write,
 ) -> io::Result<()> {
-    write_table_within(None, header, rows, right_aligned, style, out)
-}
-
-/// Write a table whose lines have at most `width` characters. A cell that does not fit is cut and ends with `...`.
-pub(super) fn write_table_within<const N: usize>(
-    width: Option<u16>,
-    header: [&str; N],
-    rows: impl Iterator<Item = [String; N]>,
-    right_aligned: &[&str],
-    style: impl Fn(usize) -> Option<Style>,
-    out: &mut impl Write,
-) -> io::Result<()> {
+    let rows: Vec<_> = rows.collect();
+    let header_line = header.map(str::to_uppercase);
     let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    if let Some(width) = width {
-        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width).set_truncation_indicator("...");
-    }
-    let one_line = |cells: [String; N]| {
-        let mut row = Row::from(cells);
-        row.max_height(1);
-        row
-    };
-    table.set_header(one_line(header.map(str::to_uppercase)));
-    table.add_rows(rows.map(one_line));
+    table.load_style(presets::NOTHING).set_header(&header_line).add_rows(&rows);
     for (column, title) in table.column_iter_mut().zip(header) {
         if right_aligned.contains(&title) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    for (line, text) in table.lines().enumerate() {
+    let lines: Vec<_> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+    if let Some(width) = terminal_width()
+        && lines.iter().any(|line| line.chars().count() > width.into())
+    {
+        return write_lists(width, &header_line, &rows, style, out);
+    }
+    for (line, text) in lines.iter().enumerate() {
         let style = line.checked_sub(1).map_or(Some(Style::new().bold()), &style).unwrap_or_default();
-        writeln!(out, "{style}{}{style:#}", text.trim_end())?;
+        writeln!(out, "{style}{text}{style:#}")?;
     }
     Ok(())
+}
+
+/// Write each row as a list of the cells that are not empty, with the titles of their columns. A cell that does not fit
+/// has several lines.
+fn write_lists<const N: usize>(
+    width: u16,
+    titles: &[String; N],
+    rows: &[[String; N]],
+    style: impl Fn(usize) -> Option<Style>,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    for (number, row) in rows.iter().enumerate() {
+        if number > 0 {
+            writeln!(out)?;
+        }
+        let mut list = Table::new();
+        list.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+        // Columns of equal width, because the lists of all rows have the same titles.
+        let widest = titles.iter().map(|title| title.chars().count()).max().unwrap_or_default();
+        let cells = titles.iter().zip(row).filter(|(_, cell)| !cell.is_empty());
+        list.add_rows(cells.map(|(title, cell)| [format!("{title:widest$}"), cell.clone()]));
+        if let Some(column) = list.column_mut(0) {
+            column.set_constraint(ColumnConstraint::ContentWidth);
+        }
+        let style = style(number).unwrap_or_default();
+        for line in list.lines() {
+            writeln!(out, "{style}{}{style:#}", line.trim_end())?;
+        }
+    }
+    Ok(())
+}
+
+/// Return the width of a line in characters: `COLUMNS`, or the width of the terminal if the variable is unset. Return
+/// `None` if the variable is unset and the output is not a terminal.
+fn terminal_width() -> Option<u16> {
+    let columns = env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    columns.or_else(|| tcgetwinsize(stdout()).ok().map(|size| size.ws_col)).filter(|columns| *columns > 0)
 }
 
 /// Format the parts of an identity. The admin API returns null for values that may be secrets.

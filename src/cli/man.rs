@@ -266,9 +266,9 @@ fn environment(command: &str) -> Entries {
         "check" => &[IN_CONFIG, TRUST, TOKEN, NO_COLOR],
         "doctor" => &[IN_CONFIG, TRUST, NO_COLOR],
         "explain" => &[IN_CONFIG, TRUST, TOKEN, NO_COLOR],
-        "top" | "inspect" | "reset" | "override" => &[IN_CONFIG, TOKEN, NO_COLOR],
+        "reset" => &[IN_CONFIG, TOKEN, NO_COLOR],
         "probe" => &[IN_CONFIG, TOKEN],
-        "status" => {
+        "status" | "top" | "inspect" | "override" | "certificates" => {
             &[IN_CONFIG, TOKEN, ("COLUMNS", "Maximum width of tables. Default: the width of the terminal."), NO_COLOR]
         }
         "key" | "replay" => &[IN_CONFIG, NO_COLOR],

@@ -1,19 +1,18 @@
 //! `sluicegate status`: the state of the running gateway on one page, from its admin API.
 
+use std::io;
 use std::io::{Write, stdout};
 use std::path::Path;
 use std::process::ExitCode;
-use std::{env, io};
 
 use anstyle::{AnsiColor, Style};
 use clap::Args;
 use http::Method;
 use jiff::Timestamp;
-use rustix::termios::tcgetwinsize;
 use serde_json::{Value, json};
 
 use crate::cli::admin::client::AdminClient;
-use crate::cli::admin::{as_list, as_number, format_duration, format_parts, printable, write_table_within};
+use crate::cli::admin::{as_list, as_number, format_duration, format_parts, printable, write_table};
 use crate::telemetry::pluralize;
 
 /// Maximum number of limits on the page.
@@ -31,8 +30,7 @@ const ENDPOINT_STATES: [&str; 5] = ["healthy", "unhealthy", "ejected", "unreacha
 /// Show the state of the running gateway on one page
 ///
 /// The page shows the version, configuration, requests of the last minute, listeners, store, upstreams,
-/// certificates and the limits with the most denials. Tables are as wide as the terminal. The environment variable
-/// COLUMNS sets another width.
+/// certificates and the limits with the most denials. If the terminal is too narrow for a table, its rows are lists.
 #[derive(Debug, Args)]
 #[command(after_help = examples![
     "sluicegate status",
@@ -61,7 +59,7 @@ pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<E
         return Ok(ExitCode::SUCCESS);
     }
     // The anstream crate writes colors only to a terminal, and never if NO_COLOR is set.
-    Page { report: &report, width: terminal_width(), out: anstream::stdout().lock() }.write()?;
+    Page { report: &report, out: anstream::stdout().lock() }.write()?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -87,18 +85,9 @@ fn collect(client: &AdminClient) -> anyhow::Result<Value> {
     Ok(report)
 }
 
-/// Return the width of a line in characters: `COLUMNS`, or the width of the terminal if the variable is unset. Return
-/// `None` if the variable is unset and the output is not a terminal.
-fn terminal_width() -> Option<u16> {
-    let columns = env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
-    columns.or_else(|| tcgetwinsize(stdout()).ok().map(|size| size.ws_col)).filter(|columns| *columns > 0)
-}
-
 /// The writer of the page.
 struct Page<'a, W> {
     report: &'a Value,
-    /// Maximum width of a table, in characters.
-    width: Option<u16>,
     out: W,
 }
 
@@ -304,7 +293,7 @@ impl<W: Write> Page<'_, W> {
             return Ok(());
         }
         writeln!(self.out)?;
-        write_table_within(self.width, header, rows.into_iter(), right_aligned, style, &mut self.out)
+        write_table(header, rows.into_iter(), right_aligned, style, &mut self.out)
     }
 
     /// Return the seconds from the time of the report until an RFC 3339 time. Both times come from the gateway's clock.

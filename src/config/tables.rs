@@ -131,7 +131,7 @@ pub struct Route {
     #[schemars(extend("default" = false))]
     pub security_headers: Option<Spanned<bool>>,
     /// Content of the error responses that the gateway generates for requests of the route: `{ html = "…", json = "…"
-    /// }` ([error pages](http.md#error-pages)). Default: `server.error_pages`.
+    /// }` ([error pages](http.md#error-pages)). Default of each key: that of `server.error_pages`.
     pub error_pages: Option<Spanned<ErrorPages>>,
     /// Compress responses with `zstd`, `br` (Brotli) or `gzip`, as the client accepts: `true`, or `{ types = ["text/*"],
     /// min_size = "4KiB", algorithms = ["br", "gzip"] }` ([compression](http.md#compression)). Default: responses are
@@ -244,8 +244,8 @@ pub struct ErrorPages {
     /// Page for clients whose `Accept` names `text/html`. It may contain the variables `{status}`, `{reason}`,
     /// `{detail}` and `{request_id}`. Other text in braces is literal.
     pub html: Option<Text>,
-    /// JSON document for all other clients, with the same variables inside of strings. Default: a problem document (RFC
-    /// 9457).
+    /// JSON document for all other clients, and for all clients without `html`, with the same variables inside of
+    /// strings. Default: a problem document (RFC 9457).
     pub json: Option<Text>,
 }
 

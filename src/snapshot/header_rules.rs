@@ -117,11 +117,13 @@ fn mutated_header(
     Some(name)
 }
 
-/// Compile the error pages of a route or of the server.
-pub(super) fn error_pages(written: Option<&Spanned<ErrorPagesTable>>) -> Option<Arc<ErrorPages>> {
-    let written = written?.get_ref();
-    let [html, json] = [&written.html, &written.json].map(|text| text.as_ref().map(|text| text.get_ref().as_str()));
-    Some(Arc::new(ErrorPages::parse(html, json)))
+/// Compile the error pages of a route or of the server. The first table with a key takes precedence.
+pub(super) fn error_pages(tables: &[&Option<Spanned<ErrorPagesTable>>]) -> Option<Arc<ErrorPages>> {
+    let tables: Vec<_> = tables.iter().filter_map(|table| Some(table.as_ref()?.get_ref())).collect();
+    let html = tables.iter().find_map(|table| table.html.as_ref());
+    let json = tables.iter().find_map(|table| table.json.as_ref());
+    let [html, json] = [html, json].map(|text| text.map(|text| text.get_ref().as_str()));
+    (!tables.is_empty()).then(|| Arc::new(ErrorPages::parse(html, json)))
 }
 
 /// `min_size` of `compress`: shorter responses fit into one packet.

@@ -463,7 +463,7 @@ impl RouteCompiler<'_> {
             request_headers,
             sets_hsts: is_secured(written) && response_headers.names().all(|name| *name != STRICT_TRANSPORT_SECURITY),
             response_headers,
-            error_pages: header_rules::error_pages(written.error_pages.as_ref().or(config.server.error_pages.as_ref())),
+            error_pages: header_rules::error_pages(&[&written.error_pages, &config.server.error_pages]),
             compression,
         };
         Some(MatchedRoute { route, pattern, trailing_slash })

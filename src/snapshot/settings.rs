@@ -282,7 +282,7 @@ pub(super) fn server(
         http2_max_streams: reader.number(server.http2_max_streams.as_ref(), 1..100_001, 100) as u32,
         block_unknown_hosts: server.block_unknown_hosts.as_ref().is_some_and(|value| *value.get_ref()),
         proxy_status: server.proxy_status.as_ref().is_none_or(|value| *value.get_ref()),
-        error_pages: header_rules::error_pages(server.error_pages.as_ref()),
+        error_pages: header_rules::error_pages(&[&server.error_pages]),
         paths: PathRules {
             policy: reader.one_of(server.path_policy.as_ref(), PathPolicy::Canonical, &PATH_POLICIES),
             ignores_case: server.case_insensitive_paths.as_ref().is_some_and(|value| *value.get_ref()),

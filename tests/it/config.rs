@@ -910,3 +910,33 @@ fn unknown_key_gives_one_error() {
     assert!(tested > 250, "{tested}");
     assert!(faulty.is_empty(), "{} of {tested} keys:\n{}", faulty.len(), faulty.join("\n\n"));
 }
+
+/// Return the seconds of user CPU time that `check` needs for a configuration with this number of routes.
+fn cpu_time_of_check(routes: usize) -> f64 {
+    let route = |number: usize| {
+        format!(
+            "[[route]]\nname = \"r{number}\"\npath = \"/v{}/{number}/{{id}}\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+            number % 7
+        )
+    };
+    let tables: String = (0..routes).map(route).collect();
+    let mut file = tempfile::Builder::new().suffix(".toml").tempfile().unwrap();
+    write!(file, "[[listener]]\naddress = \"127.0.0.1:1\"\n[client_ip]\ntrusted_proxies = []\n[limit.l]\nby = \"ip\"\nquota = \"1/s\"\n{tables}").unwrap();
+    // `times` of the shell prints the CPU time of its children, which does not depend on the load of the machine.
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", "\"$0\" check --offline --config \"$1\" > /dev/null && times"]);
+    let output = shell.arg(binary().get_program()).arg(file.path()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let times = String::from_utf8(output.stdout).unwrap();
+    let user = times.lines().last().unwrap().split_whitespace().next().unwrap();
+    let (minutes, seconds) = user.trim_end_matches('s').split_once('m').unwrap();
+    minutes.parse::<f64>().unwrap() * 60.0 + seconds.parse::<f64>().unwrap()
+}
+
+/// `check` and reloads compare no route with all others.
+#[test]
+fn time_of_check_is_proportional_to_the_number_of_routes() {
+    let [few, many] = [2000, 10_000].map(cpu_time_of_check);
+    println!("check: {few} s for 2,000 routes, {many} s for 10,000");
+    assert!(many < 12.0 * few, "{few} s for 2,000 routes, {many} s for 10,000");
+}

@@ -23,6 +23,7 @@ fn errors_have_the_page_of_their_route_in_the_format_that_the_client_accepts() {
          [[route]]\nname = \"both\"\npath = \"/both\"\nupstream = \"dead\"\nerror_pages.html = \"<p>{{detail}}</p>\"\n\
          error_pages.json = '{{\"code\":{{status}},\"error\":\"{{detail}}\",\"id\":\"{{request_id}}\"}}'\n\
          [[route]]\nname = \"server\"\npath = \"/server\"\nupstream = \"dead\"\n\
+         [[route]]\nname = \"json\"\npath = \"/json\"\nupstream = \"dead\"\nerror_pages.json = '{{\"code\":1}}'\n\
          [[route]]\nname = \"own\"\npath = \"/own\"\nupstream = \"api\"\n",
         upstream.url()
     ));
@@ -36,6 +37,8 @@ fn errors_have_the_page_of_their_route_in_the_format_that_the_client_accepts() {
     assert_eq!((json["code"].as_u64(), json["id"].as_str()), (Some(502), document.header("x-request-id")));
     assert_eq!(document.header("cache-control"), Some("no-store"));
     assert_eq!(get("/server", &[BROWSER]).text(), "<h1>502 Bad Gateway</h1>");
+    assert_eq!(get("/json", &[BROWSER]).text(), "<h1>502 Bad Gateway</h1>", "a route without its own page");
+    assert_eq!(get("/json", &[]).text(), "{\"code\":1}");
     assert_eq!(get("/nowhere", &[BROWSER]).text(), "<h1>404 Not Found</h1>", "a request without a route");
     assert_eq!(kind(&get("/nowhere", &[])), "application/problem+json");
     assert_eq!(get("/own", &[BROWSER]).text(), "ours", "the response of an upstream does not change");

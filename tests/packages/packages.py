@@ -1,8 +1,8 @@
 """packages.py DIST FOLDER [CHECK…]: check the packages in DIST, in root file systems below FOLDER. Requires root and the programs that
 `make test-packages` installs.
 
-The deb and the rpm are installed into a minimal Debian, which is created once. Its systemd does not run. The check verifies the units and
-starts the program as the units would.
+The deb and the rpm are installed into a minimal Debian, which is created once. Its systemd runs for the check of upgrades only, in
+namespaces. The other checks verify the units and start the program as the units would.
 """
 
 import contextlib
@@ -203,8 +203,8 @@ def difference(before, after):
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
-def newer_deb(deb, version, change):
-    """Return a deb with a higher version and, if `change` is set, with another configuration file."""
+def newer_deb(deb, version, change=False, program=None):
+    """Return a deb with a higher version and, if `change` is set, with another configuration file. `program` replaces the binary."""
     folder = FOLDER / "newer"
     shutil.rmtree(folder, ignore_errors=True)
     run("dpkg-deb", "--raw-extract", deb, folder)
@@ -214,6 +214,8 @@ def newer_deb(deb, version, change):
     ) + "\n")
     if change:
         (folder / CONFFILE).write_text((folder / CONFFILE).read_text() + "# another default\n")
+    if program:
+        (folder / "usr/bin/sluicegate").write_text(program)
     newer = FOLDER / f"newer-{version}.deb"
     run("dpkg-deb", "--build", "--root-owner-group", "-Znone", folder, newer)
     return newer
@@ -281,6 +283,104 @@ def deb():
     left = difference(before, files(root))
     assert not left, f"purge leaves {left}"
     print(f"{package.name}: lintian has no error ({warnings} warnings); installs {version}, upgrades, purges")
+
+
+# Starts the systemd of the root file system in the working directory, as the first process of new namespaces.
+BOOT = """
+mount --make-rprivate / && mount --bind . . && cd "$PWD" && mount -t proc proc proc && mount -t sysfs sysfs sys
+for folder in run tmp dev; do mount -t tmpfs tmpfs $folder; done
+mkdir dev/pts dev/shm && mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts && ln -s pts/ptmx dev/ptmx
+mknod -m 666 dev/null c 1 3; mknod -m 666 dev/zero c 1 5; mknod -m 666 dev/full c 1 7
+mknod -m 666 dev/random c 1 8; mknod -m 666 dev/urandom c 1 9; mknod -m 666 dev/tty c 5 0
+mount -t cgroup2 cgroup2 sys/fs/cgroup && [ -e sys/fs/cgroup/cgroup.procs ] && grep -q . sys/fs/cgroup/cgroup.controllers || {
+  mount -t tmpfs tmpfs sys/fs/cgroup && mkdir sys/fs/cgroup/systemd && mount -t cgroup -o none,name=systemd cgroup sys/fs/cgroup/systemd
+}
+pivot_root . mnt && umount -l /mnt && exec env -i container=test PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd
+"""
+
+
+@contextlib.contextmanager
+def booted(root):
+    """Run the systemd of a root file system. Yield a function that runs a command there."""
+    namespaces = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc", "--cgroup"]
+    boot = subprocess.Popen([*namespaces, "sh", "-c", BOOT], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = pathlib.Path(f"/proc/{boot.pid}/task/{boot.pid}/children")
+
+    def command(*arguments, **options):
+        enter = ["nsenter", "--target", children.read_text().split()[0], "--pid", "--mount", "--uts", "--ipc", "--cgroup"]
+        return run(*enter, "env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", *arguments, **options)
+
+    try:
+        for _ in range(400):
+            assert boot.poll() is None, "systemd does not start"
+            if children.read_text() and command("systemctl", "is-system-running", ok=False).stdout in ("running\n", "degraded\n"):
+                break
+            time.sleep(0.05)
+        else:
+            sys.exit("systemd is not ready")
+        yield command
+    finally:
+        boot.kill()
+        boot.wait()
+
+
+def upgrade():
+    """Upgrade the deb of a running service: to a version that works, to one that does not, and to one that works again. A reload and
+    the watchdog."""
+    package, admin = one("*.deb"), free_port()
+    root = make_root("upgrade")
+    broken = "#!/bin/sh\necho this version is broken >&2\nexit 3\n"
+    packages = [("2.0-1", None), ("3.0-1", broken), ("4.0-1", None)]
+    shutil.copy(package, root / "root/sluicegate.deb")
+    for version, program in packages:
+        shutil.copy(newer_deb(package, version, program=program), root / f"root/{version}.deb")
+
+    def results():
+        page = get(admin, "/metrics")[1]
+        return [int(page.split(f'hot_restarts_total{{result="{result}"}} ')[1].split()[0]) for result in ("ok", "error")]
+
+    with booted(root) as command:
+        def shown(name):
+            return command("systemctl", "show", f"--property={name}", "--value", "sluicegate").stdout.strip()
+
+        def install(name):
+            done = command("dpkg", "--install", f"/root/{name}.deb", ok=False)
+            return done.returncode, done.stderr
+
+        assert install("sluicegate")[0] == 0
+        file = root / CONFFILE
+        file.write_text(configuration(free_port(), admin))
+        command("systemctl", "start", "sluicegate")
+        first = shown("MainPID")
+        assert install("2.0-1")[0] == 0 and results() == [1, 0]
+        second = shown("MainPID")
+        assert second != first, "the new version serves"
+        code, error = install("3.0-1")
+        assert code == 1 and "hot restart failed: the new process exited" in error, error
+        assert "half-configured" in command("dpkg", "--status", "sluicegate").stdout
+        assert results() == [1, 1] and shown("MainPID") == second, "the old version serves"
+        assert "this version is broken" in command("journalctl", "--unit", "sluicegate").stdout
+        assert install("4.0-1")[0] == 0 and results() == [1, 0] and shown("MainPID") != second
+
+        # `reload` fails with the reason, and the gateway serves on.
+        text = file.read_text()
+        file.write_text(text.replace("quota", "quotta"))
+        rejected = command("systemctl", "reload", "sluicegate", ok=False)
+        assert rejected.returncode == 1 and get(admin, "/readyz")[0] == 200
+        assert "did you mean `quota`" in command("journalctl", "--unit", "sluicegate", "--output=cat").stdout
+        file.write_text(text)
+        command("systemctl", "reload", "sluicegate")
+
+        # A process that does not run is restarted.
+        command("systemctl", "kill", "--kill-whom=main", "--signal=STOP", "sluicegate")
+        for _ in range(600):
+            if shown("NRestarts") == "1" and shown("ActiveState") == "active":
+                break
+            time.sleep(0.1)
+        else:
+            sys.exit("the watchdog does not restart the service")
+        assert get(admin, "/readyz")[0] == 200
+    print(f"{package.name}: upgrades of a running service under systemd, also to a version that does not start")
 
 
 def rpm():
@@ -458,7 +558,7 @@ shutil.rmtree(FOLDER / "tarball", ignore_errors=True)
 FOLDER.mkdir(parents=True, exist_ok=True)
 program = tarball()
 checks = {
-    "contents": contents, "pgo": lambda: pgo(program), "checksums": checksums, "sbom": sbom, "deb": deb, "rpm": rpm, "image": image,
+    "contents": contents, "pgo": lambda: pgo(program), "checksums": checksums, "sbom": sbom, "deb": deb, "upgrade": upgrade, "rpm": rpm, "image": image,
     "chart": lambda: chart(program), "tag": tag, "reproducible": lambda: reproducible(program),
 }
 for name in sys.argv[3:] or checks:

@@ -117,6 +117,9 @@ impl Walk {
                 // If the page shows no output, the command only has to succeed.
                 let succeeded = child.wait().unwrap().success();
                 assert!(alike || (expected.is_empty() && succeeded), "{}", wrong(&said.join("\n")));
+                if command.starts_with("sluicegate init") {
+                    self.replace_ports_of_templates();
+                }
             }
             Some(command) => {
                 let said = self.start(command);
@@ -156,6 +159,15 @@ impl Walk {
             shell.env_remove(name);
         }
         (shell.spawn().unwrap(), reader)
+    }
+
+    /// Replace the ports in the files that `sluicegate init` has written.
+    fn replace_ports_of_templates(&self) {
+        for file in std::fs::read_dir(self.folder()).unwrap().map(|entry| entry.unwrap().path()) {
+            if file.extension().is_some_and(|extension| extension == "toml") {
+                std::fs::write(&file, self.with_ports(&std::fs::read_to_string(&file).unwrap())).unwrap();
+            }
+        }
     }
 
     fn with_ports(&self, text: &str) -> String {
