@@ -1,5 +1,5 @@
 # docs/testing.md explains the test targets. `make test` installs what the tests need and runs them.
-.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-locks bench-ratelimit bench-memory bench-scale bench-script pictures release reference docs walk certs tools peers
+.PHONY: packages packaging-tools profile test-packages fixtures tag publish-check first-minute run test simulation test-long test-clients test-suites other-suites test-stores test-ops test-page check deny bench bench-cache bench-compare bench-edge bench-field bench-growth bench-instructions bench-llm bench-locks bench-ratelimit bench-memory bench-scale bench-script pictures release reference docs walk certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -281,6 +281,12 @@ bench-locks: tools
 	@$(call ensure,valgrind objdump python3,valgrind binutils python3)
 	cargo build --locked --profile quick --bin sluicegate
 	python3 -B benches/compare/locks.py target/quick/sluicegate --lines --sites
+
+# Cache misses of a request by the number of connections, with the cache simulation of callgrind.
+bench-cache: tools
+	@$(call ensure,valgrind python3,valgrind python3)
+	cargo build --locked --profile quick --bin sluicegate
+	python3 -B benches/compare/cache.py target/quick/sluicegate
 
 # Several gateways on one Redis and on clusters, then a million identities: the figures of docs/explanation/scale.md.
 bench-scale: tools peers

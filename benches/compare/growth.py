@@ -2,19 +2,20 @@
 """Measure how the CPU time per request grows with four factors: routes, limits per route, identities and connections.
 
 The gateways run on core 0. The load generator, Redis and the upstream of compare.py run on core 1. The sizes of a
-factor are measured in turn, so that other load of the machine affects all of them. The result of a size is that of its
-round with the least CPU time. scale.py measures how the CPU time grows with the number of gateways. The script prints a
+factor are measured in turn, so that other load of the machine affects all of them. A round begins when the connections
+to the gateway and the upstream are open, so that it measures requests and not connections. The result of a size is that
+of its round with the least CPU time. scale.py measures how the CPU time grows with the number of gateways. The script prints a
 table and, with --charts DIR, draws one chart per factor. `make bench-growth` builds the gateway and runs this script.
 Ports 7000, 9000 and 9140 to 9144 must be free.
 """
-import argparse, pathlib, shutil, subprocess, tempfile, time, urllib.error, urllib.request
+import argparse, pathlib, re, resource, shutil, subprocess, tempfile, time, urllib.error, urllib.request
 
 from chart import bars
 from compare import BINARY, HERE, Bench
 
 HEAD = """[server]
 workers = 1
-max_connections = 10000
+max_connections = 20000
 [[listener]]
 address = "127.0.0.1:{port}"
 [log]
@@ -28,6 +29,9 @@ on_unknown = "accept"
 [upstream.up]
 servers = ["http://127.0.0.1:9000"]
 pool_idle_timeout = "60s"
+# With 10,000 connections, the gateway has at most 18,000 sockets.
+max_requests = 8000
+max_queue = 10000
 """
 
 
@@ -64,7 +68,7 @@ class Growth(Bench):
         self.start("redis", ["redis-server", "--port", "7000", "--save", "", "--bind", "127.0.0.1"], 1)
         self.start("upstream", ["nginx", "-c", self.config("upstream.nginx.conf")], 1)
 
-    def measure(self, sizes):
+    def grow(self, sizes):
         """Measure the sizes. For each size, return the CPU time of the gateway and Redis in its round with the least CPU
         time, and the ratio to the first size."""
         for port, size in enumerate(sizes, 9140):
@@ -91,6 +95,27 @@ class Growth(Bench):
         first = least[sizes[0].label][0]
         return [(label, gateway, redis, total / first) for label, (total, gateway, redis) in least.items()]
 
+    def round(self, proxy, url, connections, script):
+        opening = 1 + connections // 2000
+        load = subprocess.Popen(
+            ["taskset", "-c", "1", "wrk", "-t1", f"-c{connections}", f"-d{opening + self.seconds + 1}s", "--timeout", "20s",
+             "-s", str(HERE / script[0]), url, "--", *script[1:]], stdout=subprocess.PIPE, text=True)
+        time.sleep(opening)
+        row = self.measure(proxy, self.window)
+        out = load.communicate()[0]
+        bad = re.search(r"Non-2xx or 3xx responses: (\d+)", out)
+        return row | dict(not_2xx=int(bad[1]) / int(re.search(r"(\d+) requests in", out)[1]) if bad else 0)
+
+    def window(self):
+        """Wait for `seconds`. Return the requests in this time, which the upstream has counted."""
+        began, before = time.monotonic(), self.served()
+        time.sleep(self.seconds)
+        count = self.served() - before
+        return dict(count=count, rps=count / (time.monotonic() - began), p50="-", p99="-")
+
+    def served(self):
+        return int(urllib.request.urlopen("http://127.0.0.1:9000/status").read().split()[9])
+
     def wait(self, url):
         while True:
             try:
@@ -108,10 +133,12 @@ def main():
     args.add_argument("--charts", type=pathlib.Path)
     args.add_argument("--only", default="", help="one factor: routes, limits, connections, identities, everything")
     args = args.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factors = {
         "routes": [Size(f"{n:,} routes", routes=n) for n in (10, 100, 1000, 10000)],
         "limits": [Size(f"{n} limits of the route", limits=max(n, 1), of_route=n) for n in (0, 1, 2, 4, 8)],
-        "connections": [Size(f"{n:,} connections", connections=n) for n in (8, 64, 512, 4096)],
+        "connections": [Size(f"{n:,} connections", connections=n) for n in (8, 64, 512, 4096, 10000)],
         "identities": [Size(f"{n:,} identities", identities=n) for n in (10**3, 10**4, 10**5, 10**6)],
         "everything": [Size("10 routes, 1 limit, 1,000 identities", routes=10),
                        Size("10,000 routes, 1,000 limits, 1,000,000 identities", routes=10000, limits=1000, identities=10**6)],
@@ -119,7 +146,7 @@ def main():
     directory = tempfile.mkdtemp(prefix="growth-")
     growth = Growth(directory, args.seconds, args.repeat)
     try:
-        charts = {name: growth.measure(sizes) for name, sizes in factors.items() if args.only in ("", name)}
+        charts = {name: growth.grow(sizes) for name, sizes in factors.items() if args.only in ("", name)}
     finally:
         growth.stop()
         shutil.rmtree(directory, ignore_errors=True)
