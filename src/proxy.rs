@@ -521,7 +521,8 @@ impl Gateway {
                         decisions::admission(settings, endpoint, &variables)
                     }
                 };
-                route.rate_limits.append_headers(response.headers_mut(), &admitted.decision);
+                let policy_header = snapshot.policy_header(route);
+                route.rate_limits.append_headers(response.headers_mut(), &admitted.decision, policy_header);
                 if let Some(time) = settings.and_then(|settings| settings.settle_timeout) {
                     self.hold(&mut admitted.decision, snapshot.config.routes[route.index].clone(), &mut response, time)
                         .await;
@@ -951,7 +952,8 @@ impl<'a> Exchange<'a> {
         // Apply the header rules after the settlement, which reads response headers that the rules may remove. Append
         // the RateLimit headers afterwards, so that the rules do not change the RateLimit headers.
         route.response_headers.apply(response.headers_mut(), &self.response_values);
-        route.rate_limits.append_headers(response.headers_mut(), &settled.decision);
+        let policy_header = self.snapshot.policy_header(route);
+        route.rate_limits.append_headers(response.headers_mut(), &settled.decision, policy_header);
         self.held = settled.held;
         Ok(response)
     }
@@ -1035,8 +1037,9 @@ impl<'a> Exchange<'a> {
         if next_body.is_some() {
             log.record_fallback();
         }
-        snapshot.metrics.record_upstream(index, &result, started_at.elapsed(), &log);
-        self.record.upstream(route, upstream, &log, &result, started_at);
+        let elapsed = started_at.elapsed();
+        snapshot.metrics.record_upstream(index, &result, elapsed, &log);
+        self.record.upstream(route, upstream, &log, &result, started_at, elapsed);
         Attempted { result, next_body, replaced: log.into_replaced() }
     }
 
@@ -1129,6 +1132,7 @@ impl<'a> Exchange<'a> {
             api: *api,
             is_grpc: self.reply.grpc.is_some(),
             error_page: self.reply.error_page,
+            policy_header: self.facts.route.and_then(|route| self.snapshot.policy_header(route)),
         })
     }
 

@@ -52,6 +52,8 @@ const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct Upstream {
     cluster: Arc<UpstreamCluster>,
+    /// A copy for this worker, because each logged request changes the reference count.
+    name: Arc<str>,
     pools: ArcSwap<EndpointPools>,
     rng: Rng,
 }
@@ -62,7 +64,9 @@ struct EndpointPools {
     load_balancer: Arc<LoadBalancer>,
     /// Version of the cluster for which the pools were built.
     version: u64,
-    /// One pool per endpoint, in the order of `load_balancer.endpoints`.
+    /// A copy of each endpoint for this worker, in the order of `load_balancer.endpoints`.
+    endpoints: Vec<Arc<Endpoint>>,
+    /// One pool per endpoint, in the same order.
     pools: Vec<Arc<EndpointPool>>,
 }
 
@@ -134,7 +138,8 @@ impl Upstream {
     /// Create an upstream. For endpoints that have a pool in `known`, take over this pool.
     fn with_pools(cluster: Arc<UpstreamCluster>, known: &[Arc<EndpointPool>]) -> Self {
         let pools = ArcSwap::from_pointee(EndpointPools::new(&cluster, cluster.version(), known));
-        Upstream { cluster, pools, rng: Rng::from_random_seed() }
+        let name = (*cluster.settings.name).into();
+        Upstream { cluster, name, pools, rng: Rng::from_random_seed() }
     }
 
     /// Return whether this upstream belongs to `cluster`.
@@ -144,7 +149,12 @@ impl Upstream {
 
     /// Return the name of the upstream.
     pub fn name(&self) -> &str {
-        &self.cluster.settings.name
+        &self.name
+    }
+
+    /// Return the name of the upstream, with a reference count of this worker.
+    pub fn shared_name(&self) -> Arc<str> {
+        self.name.clone()
     }
 
     /// Return the protocol of the upstream.
@@ -230,7 +240,7 @@ impl Upstream {
     /// endpoints have `max_requests` in flight.
     fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<Target> {
         let pools = self.pools();
-        let (index, permit) = self.cluster.pick(&pools.load_balancer, key, &self.rng, tried)?;
+        let (index, permit) = self.cluster.pick(&pools.load_balancer, &pools.endpoints, key, &self.rng, tried)?;
         Some(Target { pool: pools.pools[index].clone(), permit })
     }
 
@@ -273,7 +283,9 @@ impl EndpointPools {
             let known = known.iter().find(|pool| pool.is_for(endpoint)).cloned();
             known.unwrap_or_else(|| Arc::new(EndpointPool::new(&cluster.settings, endpoint.clone())))
         };
-        EndpointPools { pools: table.endpoints.iter().map(pool).collect(), load_balancer: table, version }
+        let pools = table.endpoints.iter().map(pool).collect();
+        let endpoints = table.endpoints.iter().map(|endpoint| Arc::new(endpoint.for_worker())).collect();
+        EndpointPools { load_balancer: table, version, endpoints, pools }
     }
 }
 

@@ -156,7 +156,9 @@ def configuration(directory, port, store, route, upstream):
     routes = "".join(route_table(name, limits) for name, limits in ROUTES.items() if not (is_decision and "/" in name))
     text = GATEWAY.format(port=port, store=store, upstream=upstream) + routes
     if route.startswith("logged/"):
-        text = text.replace('access = "off"', f'access = "{directory}/access.log"', 1)
+        # The gateway watches the directory of the configuration, where each write to the log would be an event.
+        (directory / "logs").mkdir(exist_ok=True)
+        text = text.replace('access = "off"', f'access = "{directory}/logs/access.log"', 1)
     if is_decision:
         text = text.replace("[log]", 'protocol = "decisions"\n[client_ip]\ntrusted_proxies = ["127.0.0.1"]\n[log]', 1)
     config = directory / f"{port}.toml"

@@ -87,22 +87,38 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// Append a JSON string. Most texts need no escaping. Return whether the text is ASCII.
+/// Append a JSON string. Return whether the text is ASCII.
 pub(crate) fn append_text(json: &mut Vec<u8>, text: &str) -> bool {
-    let escaped = |byte: u8| byte < b' ' || byte == b'"' || byte == b'\\';
-    // Do not exit the loop early, so that the compiler can vectorize it.
-    let found = text.bytes().fold(0, |found, byte| found | byte & NOT_ASCII | u8::from(escaped(byte)));
-    if found & !NOT_ASCII == 0 {
+    if is_plain(text) {
         append_plain(json, text);
-    } else {
-        // Ignore the result, because serializing a string into memory cannot fail.
-        let _ = serde_json::to_writer(json, text);
+        return true;
     }
-    found & NOT_ASCII == 0
+    // Ignore the result, because serializing a string into memory cannot fail.
+    let _ = serde_json::to_writer(json, text);
+    text.is_ascii()
 }
 
-/// The bit that is set in the bytes of characters outside of ASCII.
-const NOT_ASCII: u8 = 0x80;
+/// Return whether a text is ASCII and needs no escaping in a JSON string, as most texts.
+pub(crate) fn is_plain(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let (words, rest) = bytes.as_chunks();
+    words.iter().all(|word| is_plain_word(*word))
+        && match bytes.last_chunk() {
+            Some(last) => is_plain_word(*last),
+            None => rest.iter().all(|byte| matches!(byte, b' '..0x80) && !matches!(byte, b'"' | b'\\')),
+        }
+}
+
+/// Return whether all of eight bytes are plain. A subtraction sets the highest bit of a byte that is less than the
+/// subtrahend (Warren, "Hacker's Delight", 6-1). Higher bytes may be wrong because of the borrow, but only if such a
+/// byte exists.
+fn is_plain_word(word: [u8; 8]) -> bool {
+    const ONES: u64 = u64::MAX / 0xff;
+    let word = u64::from_ne_bytes(word);
+    let less = |word: u64, than: u8| word.wrapping_sub(ONES * u64::from(than)) & !word;
+    let equal = |byte: u8| less(word ^ (ONES * u64::from(byte)), 1);
+    (word | less(word, b' ') | equal(b'"') | equal(b'\\')) & (ONES << 7) == 0
+}
 
 /// Append a JSON string that needs no escaping.
 pub(crate) fn append_plain(json: &mut Vec<u8>, text: &str) {
@@ -116,6 +132,24 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn each_byte_that_needs_escaping_is_found_at_each_place() {
+        for length in 1..=20 {
+            for place in 0..length {
+                for byte in 0..0x80 {
+                    for other in [b' ', b'!', b'#', b'[', b']', b'~', 0x7f] {
+                        let mut text = vec![other; length];
+                        text[place] = byte;
+                        let text = String::from_utf8(text).unwrap();
+                        let needs_no_escaping = serde_json::to_string(&text).unwrap().len() == length + 2;
+                        assert_eq!(is_plain(&text), needs_no_escaping, "{text:?}");
+                    }
+                }
+                assert!(!is_plain(&format!("{}\u{e9}{}", &"a".repeat(place), "a".repeat(length - place))));
+            }
+        }
+    }
 
     #[test]
     fn documents_are_json_with_the_members_that_apply() {

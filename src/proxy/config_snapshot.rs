@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use http::HeaderValue;
 use tokio_util::sync::CancellationToken;
 
 use crate::proxy::metrics::{RequestMetrics, WorkerMetrics};
 use crate::proxy::mirror_state::MirrorTasks;
 use crate::snapshot::CompiledConfig;
+use crate::snapshot::routes::Route;
 use crate::upstream::Upstream;
 use crate::upstream::cluster::UpstreamCluster;
 
@@ -17,6 +19,9 @@ pub(super) struct ConfigSnapshot {
     pub(super) config: Arc<CompiledConfig>,
     pub(super) upstreams: Vec<Arc<Upstream>>,
     pub(super) metrics: WorkerMetrics,
+    /// A copy of [`RouteLimits::policy_header`](crate::snapshot::routes::RouteLimits::policy_header) of each route. Each
+    /// response changes its reference count, and workers must not contend for it.
+    policy_headers: Vec<Option<HeaderValue>>,
     pub(super) mirror_tasks: MirrorTasks,
     /// Cancelled when load balancers must stop sending requests to this gateway.
     stopping: CancellationToken,
@@ -33,7 +38,8 @@ impl ConfigSnapshot {
     ) -> Self {
         let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { config, upstreams, metrics, mirror_tasks: MirrorTasks::default(), stopping }
+        let policy_headers = copy_policy_headers(&config);
+        ConfigSnapshot { config, upstreams, metrics, policy_headers, mirror_tasks: MirrorTasks::default(), stopping }
     }
 
     /// Create the snapshot that replaces `previous`. Take over the connections of `previous` to upstreams that still
@@ -55,12 +61,23 @@ impl ConfigSnapshot {
         };
         let metrics = WorkerMetrics::new(request_metrics, &config, worker);
         let upstreams = clusters.iter().map(upstream).collect();
-        let ConfigSnapshot { mirror_tasks, stopping, .. } = previous;
-        ConfigSnapshot { upstreams, config, metrics, mirror_tasks: mirror_tasks.clone(), stopping: stopping.clone() }
+        let policy_headers = copy_policy_headers(&config);
+        let (mirror_tasks, stopping) = (previous.mirror_tasks.clone(), previous.stopping.clone());
+        ConfigSnapshot { config, upstreams, metrics, policy_headers, mirror_tasks, stopping }
+    }
+
+    /// Return `RateLimit-Policy` of a route.
+    pub(super) fn policy_header(&self, route: &Route) -> Option<&HeaderValue> {
+        self.policy_headers.get(route.index)?.as_ref()
     }
 
     /// Return whether load balancers should send requests to this gateway.
     pub(super) fn is_ready(&self) -> bool {
         !self.stopping.is_cancelled() && self.config.is_complete()
     }
+}
+
+fn copy_policy_headers(config: &CompiledConfig) -> Vec<Option<HeaderValue>> {
+    let copy = |value: &HeaderValue| HeaderValue::from_bytes(value.as_bytes()).ok();
+    config.routes.iter().map(|route| route.rate_limits.policy_header.as_ref().and_then(copy)).collect()
 }

@@ -91,19 +91,21 @@ pub struct ReplyFormat<'a> {
     pub is_grpc: bool,
     /// The page that replaces the problem document.
     pub error_page: Option<ErrorPage<'a>>,
+    /// `RateLimit-Policy` of the route.
+    pub policy_header: Option<&'a HeaderValue>,
 }
 
 impl Rejection<'_> {
     /// Return the response and its outcome.
     pub fn into_response(self, format: ReplyFormat<'_>) -> (Box<Response<Body>>, RequestOutcome) {
-        let ReplyFormat { request_id, proxy_status, rpc_id, api, is_grpc, error_page } = format;
+        let ReplyFormat { request_id, proxy_status, rpc_id, api, is_grpc, error_page, policy_header } = format;
         let status = proxy_status.then(|| self.proxy_status());
         let page_id = error_page.and(request_id.clone());
         let rpc_code = match &self {
             Rejection::Inspect(error) => error.rpc_code(),
             _ => None,
         };
-        let (mut response, outcome) = self.into_local_reply(request_id, api);
+        let (mut response, outcome) = self.into_local_reply(request_id, api, policy_header);
         if is_grpc {
             set_grpc_status(&mut response);
         } else if let Some(id) = rpc_id {
@@ -124,6 +126,7 @@ impl Rejection<'_> {
         self,
         request_id: Option<HeaderValue>,
         api: Option<Provider>,
+        policy_header: Option<&HeaderValue>,
     ) -> (Box<Response<Body>>, RequestOutcome) {
         match self {
             Rejection::InvalidPath(error) => {
@@ -213,7 +216,7 @@ impl Rejection<'_> {
                     Some(api) if !is_grpc => api_rate_limited_response(&decision, status, api, max_retry_wait),
                     Some(_) | None => rate_limited_response(&decision, status, is_grpc),
                 };
-                rate_limits.append_headers(response.headers_mut(), &decision);
+                rate_limits.append_headers(response.headers_mut(), &decision, policy_header);
                 (response, RequestOutcome::RateLimited)
             }
             Rejection::Inspect(error) => {

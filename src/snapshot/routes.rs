@@ -244,15 +244,19 @@ impl RouteLimits {
     }
 
     /// Append the RateLimit headers of a decision. Also append `Access-Control-Expose-Headers`, so that scripts of
-    /// other origins can read the RateLimit headers.
-    pub fn append_headers(&self, headers: &mut HeaderMap, decision: &Decision<'_>) {
+    /// other origins can read the RateLimit headers. `policy_header` is [`RouteLimits::policy_header`], or a copy of it.
+    pub fn append_headers(
+        &self,
+        headers: &mut HeaderMap,
+        decision: &Decision<'_>,
+        policy_header: Option<&HeaderValue>,
+    ) {
         if decision.results.is_empty() {
             return;
         }
         let is_standard = decision.results.len() == self.enforced
             && decision.results.iter().all(|result| result.quota == result.limit.default_variant.quota);
-        let policy = self.policy_header.as_ref().filter(|_| is_standard);
-        append_decision_headers(headers, &self.header_styles, policy, decision);
+        append_decision_headers(headers, &self.header_styles, policy_header.filter(|_| is_standard), decision);
         if let Some(expose) = &self.expose_header {
             headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
         }

@@ -13,12 +13,15 @@ use std::time::{Duration, Instant};
 use std::{io, mem, thread};
 
 use http::header::{HeaderName, REFERER, USER_AGENT};
-use http::{Method, Request, Version};
+use http::{HeaderMap, HeaderValue, Method, Request, Version};
 use jiff::Timestamp;
 use tracing::warn;
+use uuid::fmt::Hyphenated;
+use uuid::{NoContext, Uuid};
 
 use crate::clock::{LogThrottle, unix_us};
-use crate::http::problem::{append_plain, append_text};
+use crate::http::headers::X_REQUEST_ID;
+use crate::http::problem::{append_plain, append_text, is_plain};
 use crate::http::request_body::{RequestBody, UploadProgress};
 use crate::http::target::request_host;
 use crate::http::text::{Escape, escape_deceptive};
@@ -50,6 +53,17 @@ const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 macro_rules! key {
     ($name:literal) => {
         concat!(",\"", $name, "\":")
+    };
+}
+
+/// The beginning of a member whose value is a string, up to the quote before the text.
+#[derive(Clone, Copy)]
+struct TextKey(&'static str);
+
+/// See [`TextKey`]. The name must not need escaping.
+macro_rules! text_key {
+    ($name:literal) => {
+        TextKey(concat!(",\"", $name, "\":\""))
     };
 }
 
@@ -171,9 +185,9 @@ pub struct LimitInfo {
 #[derive(Debug)]
 pub struct UpstreamInfo {
     /// Name of the upstream.
-    pub upstream: Box<str>,
+    pub upstream: Arc<str>,
     /// The server to which the last attempt was sent.
-    pub server: Option<Box<str>>,
+    pub server: Option<Arc<str>>,
     /// Status of the upstream response. `None` without a response.
     pub upstream_status: Option<u16>,
     /// Time from the start of the first attempt to the response headers. The log contains this time in ms.
@@ -353,7 +367,7 @@ impl AccessRecord<'_> {
         if let Some(decision) = self.decision {
             decision.write_json(fields, &mut json);
         }
-        json.optional(fields, Field::Model, key!("model"), self.model);
+        json.optional(fields, Field::Model, text_key!("model"), self.model);
         if let Some(usage) = self.tokens.filter(|_| fields.contains(Field::Tokens)) {
             json.key(key!("tokens"));
             let mut tokens = JsonObject::start(json.out);
@@ -365,9 +379,9 @@ impl AccessRecord<'_> {
         if let Some(upstream) = self.upstream {
             upstream.write_json(fields, &mut json);
         }
-        json.optional(fields, Field::Referer, key!("referer"), self.referer);
-        json.optional(fields, Field::UserAgent, key!("user_agent"), self.user_agent);
-        json.optional(fields, Field::RequestId, key!("request_id"), Some(self.request_id));
+        json.optional(fields, Field::Referer, text_key!("referer"), self.referer);
+        json.optional(fields, Field::UserAgent, text_key!("user_agent"), self.user_agent);
+        json.optional(fields, Field::RequestId, text_key!("request_id"), Some(self.request_id));
         if let Some(id) = self.trace_id.filter(|_| fields.contains(Field::TraceId)) {
             json.id(key!("trace_id"), id);
         }
@@ -383,17 +397,17 @@ impl AccessRecord<'_> {
     /// Write the fields that describe the request and its response.
     fn write_request(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
         if fields.contains(Field::Time) {
-            json.decimal(key!("time"), self.time, 6);
+            json.decimal::<6>(key!("time"), self.time);
         }
         if fields.contains(Field::Client) {
             json.address(key!("client"), self.client);
         }
         // A method is a token, which has no characters to escape.
-        json.plain(fields, Field::Method, key!("method"), self.method);
-        json.plain(fields, Field::Scheme, key!("scheme"), self.scheme);
-        json.optional(fields, Field::Host, key!("host"), self.host);
-        json.optional(fields, Field::Path, key!("path"), Some(self.path));
-        json.plain(fields, Field::Protocol, key!("protocol"), self.protocol);
+        json.plain(fields, Field::Method, text_key!("method"), Some(self.method));
+        json.plain(fields, Field::Scheme, text_key!("scheme"), Some(self.scheme));
+        json.optional(fields, Field::Host, text_key!("host"), self.host);
+        json.optional(fields, Field::Path, text_key!("path"), Some(self.path));
+        json.plain(fields, Field::Protocol, text_key!("protocol"), Some(self.protocol));
         if fields.contains(Field::Status) {
             json.number(key!("status"), self.status.into());
         }
@@ -409,10 +423,10 @@ impl AccessRecord<'_> {
         if fields.contains(Field::DurationMs) {
             json.milliseconds(key!("duration_ms"), self.duration_ms);
         }
-        json.optional(fields, Field::Route, key!("route"), self.route);
-        json.plain(fields, Field::Outcome, key!("outcome"), self.outcome);
-        json.optional(fields, Field::Reason, key!("reason"), self.reason);
-        json.optional(fields, Field::Consumer, key!("consumer"), self.consumer);
+        json.plain(fields, Field::Route, text_key!("route"), self.route);
+        json.plain(fields, Field::Outcome, text_key!("outcome"), Some(self.outcome));
+        json.optional(fields, Field::Reason, text_key!("reason"), self.reason);
+        json.optional(fields, Field::Consumer, text_key!("consumer"), self.consumer);
     }
 
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
@@ -489,8 +503,8 @@ impl AccessRecord<'_> {
 
 impl UpstreamInfo {
     fn write_json(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
-        json.optional(fields, Field::Upstream, key!("upstream"), Some(&self.upstream));
-        json.optional(fields, Field::Server, key!("server"), self.server.as_deref());
+        json.plain(fields, Field::Upstream, text_key!("upstream"), Some(&self.upstream));
+        json.optional(fields, Field::Server, text_key!("server"), self.server.as_deref());
         if let Some(status) = self.upstream_status.filter(|_| fields.contains(Field::UpstreamStatus)) {
             json.number(key!("upstream_status"), u64::from(status));
         }
@@ -505,10 +519,10 @@ impl UpstreamInfo {
 
 impl DecisionInfo {
     fn write_json(&self, fields: FieldSet, json: &mut JsonObject<'_>) {
-        json.plain(fields, Field::Decision, key!("decision"), self.decision);
-        json.optional(fields, Field::DecidedBy, key!("decided_by"), self.decided_by);
+        json.plain(fields, Field::Decision, text_key!("decision"), Some(self.decision));
+        json.plain(fields, Field::DecidedBy, text_key!("decided_by"), self.decided_by);
         if let Some(EffectiveLimit { limit, remaining, identity }) = &self.effective_limit {
-            json.optional(fields, Field::Limit, key!("limit"), Some(limit));
+            json.plain(fields, Field::Limit, text_key!("limit"), Some(limit));
             if fields.contains(Field::Remaining) {
                 json.number(key!("remaining"), *remaining);
             }
@@ -520,7 +534,7 @@ impl DecisionInfo {
             json.milliseconds(key!("decision_ms"), self.duration);
         }
         if let Some(us) = self.decided_at.filter(|_| fields.contains(Field::DecidedAt)) {
-            json.decimal(key!("decided_at"), us, 6);
+            json.decimal::<6>(key!("decided_at"), us);
         }
         if !self.shadow_denied.is_empty() && fields.contains(Field::ShadowDenied) {
             json.array(key!("shadow_denied"), &self.shadow_denied, |out, limit| append_plain(out, limit));
@@ -536,10 +550,10 @@ impl LimitInfo {
         let LimitInfo { limit, identity, cost, decision, remaining, reserved, settled, estimated, limit_index: _ } =
             info;
         let mut json = JsonObject::start(out);
-        json.text(key!("limit"), limit);
+        json.text(text_key!("limit"), limit);
         json.id(key!("identity"), *identity);
         json.number(key!("cost"), *cost);
-        decision.iter().for_each(|decision| json.text(key!("decision"), decision));
+        decision.iter().for_each(|decision| json.text(text_key!("decision"), decision));
         remaining.iter().for_each(|remaining| json.number(key!("remaining"), *remaining));
         reserved.iter().for_each(|reserved| json.number(key!("reserved"), *reserved));
         settled.iter().for_each(|settled| json.number(key!("settled"), *settled));
@@ -578,6 +592,20 @@ fn logged_tokens(usage: &TokenUsage) -> impl Iterator<Item = (&'static str, &'st
 
 // === JSON ===
 
+/// See [`JsonObject::decimal`].
+fn append_decimal<const DIGITS: usize>(out: &mut Vec<u8>, number: u64) {
+    let unit = const { 10_u64.pow(DIGITS as u32) };
+    let is_less_than_one = number < unit;
+    let mut buffer = itoa::Buffer::new();
+    // The leading 1 of the sum keeps the zeros after the point.
+    let digits = buffer.format(if is_less_than_one { number + unit } else { number }).as_bytes();
+    let (whole, rest) = digits.split_at(digits.len() - DIGITS);
+    let length = rest.iter().rposition(|digit| *digit != b'0').map_or(1, |last| last + 1);
+    out.extend_from_slice(if is_less_than_one { b"0" } else { whole });
+    out.push(b'.');
+    out.extend_from_slice(&rest[..length]);
+}
+
 /// Writes the members of a JSON object. The log does not use serde_json, which looks up each byte of keys and values in
 /// an escape table: a record would need twice as many instructions.
 struct JsonObject<'a> {
@@ -603,57 +631,72 @@ impl<'a> JsonObject<'a> {
         self.out.push(b'}');
     }
 
-    /// Write a key. The caller writes the value.
+    /// Write a key. The caller writes the value. This and the following functions are inlined, so that the length of the
+    /// key is a constant.
+    #[inline]
     fn key(&mut self, key: &str) {
         self.out.extend_from_slice(key.as_bytes());
     }
 
-    fn text(&mut self, key: &str, text: &str) {
-        self.key(key);
-        self.is_ascii &= append_text(self.out, text);
+    #[inline]
+    fn text(&mut self, key: TextKey, text: &str) {
+        self.key(key.0);
+        if is_plain(text) {
+            self.rest_of_text(text);
+        } else {
+            // `append_text` writes the quote again.
+            self.out.pop();
+            self.is_ascii &= append_text(self.out, text);
+        }
+    }
+
+    /// Write the text and its closing quote.
+    fn rest_of_text(&mut self, text: &str) {
+        self.out.extend_from_slice(text.as_bytes());
+        self.out.push(b'"');
     }
 
     /// Write a text if it is present and its field is selected.
     #[inline]
-    fn optional(&mut self, fields: FieldSet, field: Field, key: &str, text: Option<&str>) {
+    fn optional(&mut self, fields: FieldSet, field: Field, key: TextKey, text: Option<&str>) {
         if let Some(text) = text.filter(|_| fields.contains(field)) {
             self.text(key, text);
         }
     }
 
-    /// Write a text without characters to escape if its field is selected.
+    /// Write a text without characters to escape, such as a name in the configuration, if it is present and its field is
+    /// selected.
     #[inline]
-    fn plain(&mut self, fields: FieldSet, field: Field, key: &str, text: &str) {
-        if fields.contains(field) {
-            self.key(key);
-            append_plain(self.out, text);
+    fn plain(&mut self, fields: FieldSet, field: Field, key: TextKey, text: Option<&str>) {
+        if let Some(text) = text.filter(|_| fields.contains(field)) {
+            self.key(key.0);
+            self.rest_of_text(text);
         }
     }
 
+    #[inline]
     fn number(&mut self, key: &str, number: u64) {
         self.key(key);
         self.out.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
     }
 
+    #[inline]
     fn boolean(&mut self, key: &str, value: bool) {
         self.key(key);
         self.out.extend_from_slice(if value { b"true" } else { b"false" });
     }
 
-    /// Write `number` divided by 10 to the power of `digits`, with at least one decimal place and without further
-    /// trailing zeros. `digits` must be at least 1.
-    fn decimal(&mut self, key: &str, number: u64, digits: u32) {
-        let unit = 10_u64.pow(digits);
-        self.number(key, number / unit);
-        // The leading 1 of this number keeps the zeros after the point.
-        let mut buffer = itoa::Buffer::new();
-        let rest = buffer.format(unit + number % unit)[1..].trim_end_matches('0');
-        self.out.push(b'.');
-        self.out.extend_from_slice(if rest.is_empty() { b"0" } else { rest.as_bytes() });
+    /// Write `number` divided by 10 to the power of `DIGITS`, with at least one decimal place and without further
+    /// trailing zeros. `DIGITS` must be at least 1.
+    #[inline]
+    fn decimal<const DIGITS: usize>(&mut self, key: &str, number: u64) {
+        self.key(key);
+        append_decimal::<DIGITS>(self.out, number);
     }
 
+    #[inline]
     fn milliseconds(&mut self, key: &str, time: Duration) {
-        self.decimal(key, time.as_micros() as u64, 3);
+        self.decimal::<3>(key, time.as_micros() as u64);
     }
 
     /// Write an IP address. The usual IPv4 address is written without the machinery of `fmt`.
@@ -807,8 +850,8 @@ pub struct RequestRecord {
     pub upstream: Option<UpstreamInfo>,
     /// Ids of the spans, if the gateway traces the request.
     pub trace: Option<TraceContext>,
-    /// Id of the request. The upstream receives the same id.
-    pub request_id: Box<str>,
+    /// Id of the request, once it is determined. The upstream receives the same id.
+    pub request_id: Option<RequestId>,
 }
 
 impl TelemetrySinks {
@@ -842,31 +885,36 @@ impl RequestRecord {
         }
         let fields = sinks.access_log.as_ref().map_or(FieldSet::EMPTY, |log| log.fields);
         let selects = fields.intersects(FieldSet::COPIED);
-        Some(Box::new(RequestRecord {
-            sinks: sinks.clone(),
-            started_at: start.instant,
-            peer: start.peer,
-            scheme: start.scheme,
-            method: request.method().clone(),
-            path: request.uri().path().into(),
-            version: request.version(),
-            selected: selects.then(|| Box::new(SelectedValues::new(fields, request))),
-            reason: None,
-            status: 0,
-            outcome: RequestOutcome::Ok.label(),
-            trace_id: trace.map(|trace| trace.trace_id).or(parent.map(|parent| parent.trace_id)),
-            client: start.peer,
-            route: None,
-            path_template: None,
-            decision: None,
-            model: None,
-            operation: None,
-            response_model: None,
-            tokens: None,
-            upstream: None,
-            trace,
-            request_id: "-".into(),
-        }))
+        // The box exists first, so that the compiler constructs the record in it instead of copying it.
+        let place = Box::new_uninit();
+        Some(Box::write(
+            place,
+            RequestRecord {
+                sinks: sinks.clone(),
+                started_at: start.instant,
+                peer: start.peer,
+                scheme: start.scheme,
+                method: request.method().clone(),
+                path: request.uri().path().into(),
+                version: request.version(),
+                selected: selects.then(|| Box::new(SelectedValues::new(fields, request))),
+                reason: None,
+                status: 0,
+                outcome: RequestOutcome::Ok.label(),
+                trace_id: trace.map(|trace| trace.trace_id).or(parent.map(|parent| parent.trace_id)),
+                client: start.peer,
+                route: None,
+                path_template: None,
+                decision: None,
+                model: None,
+                operation: None,
+                response_model: None,
+                tokens: None,
+                upstream: None,
+                trace,
+                request_id: None,
+            },
+        ))
     }
 
     /// Record the name of the consumer.
@@ -898,6 +946,7 @@ impl RequestRecord {
     pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
         let duration = self.started_at.elapsed();
         let selected = self.selected.as_deref();
+        let mut id_text = [0; RequestId::TEXT_LENGTH];
         let record = AccessRecord {
             time: unix_us().saturating_sub(duration.as_micros() as u64),
             client: self.client,
@@ -921,7 +970,7 @@ impl RequestRecord {
             upstream: self.upstream.as_ref(),
             referer: selected.and_then(|selected| selected.referer.as_deref()),
             user_agent: selected.and_then(|selected| selected.user_agent.as_deref()),
-            request_id: &self.request_id,
+            request_id: self.request_id.as_ref().map_or("-", |id| id.text(&mut id_text)),
             trace_id: self.trace_id,
             sample_rate: None,
         };
@@ -942,6 +991,55 @@ impl RequestRecord {
                 scheme,
                 peer,
             });
+        }
+    }
+}
+
+// === Request id: sent by a trusted proxy, or generated by this gateway. The upstream request, the logs and the problem
+// documents contain the same id ===
+
+/// The id of a request.
+#[derive(Debug, Clone)]
+pub enum RequestId {
+    /// A UUIDv7 that this gateway generated. It is converted to text where the text is used: this costs less than to
+    /// allocate a text that the upstream request and the access log share.
+    Generated(Uuid),
+    /// Value of `X-Request-Id` that a trusted proxy sent.
+    Text(HeaderValue),
+}
+
+impl RequestId {
+    /// Length of the text of a generated id.
+    pub const TEXT_LENGTH: usize = Hyphenated::LENGTH;
+
+    /// Return the id of a request: the received `X-Request-Id` if the peer is `trusted`, otherwise a new id.
+    pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
+        match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
+            Some(received) => RequestId::Text(received.clone()),
+            // UUIDv7 ids of different milliseconds are ordered by time. Do not use `Uuid::now_v7`, which orders ids
+            // more finely, but takes a lock that all workers share.
+            None => RequestId::Generated(Uuid::new_v7(uuid::Timestamp::now(NoContext))),
+        }
+    }
+
+    /// Return the text of the id, or `-` if a trusted proxy sent a text that is not ASCII. `buffer` gets the text of a
+    /// generated id.
+    fn text<'a>(&'a self, buffer: &'a mut [u8; RequestId::TEXT_LENGTH]) -> &'a str {
+        match self {
+            RequestId::Text(value) => value.to_str().unwrap_or("-"),
+            RequestId::Generated(id) => id.hyphenated().encode_lower(buffer),
+        }
+    }
+
+    /// Return the id as a header value.
+    pub fn to_header_value(&self) -> HeaderValue {
+        match self {
+            RequestId::Text(value) => value.clone(),
+            RequestId::Generated(_) => {
+                let mut buffer = [0; RequestId::TEXT_LENGTH];
+                // The conversion cannot fail, because hexadecimal digits and hyphens are a valid header value.
+                HeaderValue::from_str(self.text(&mut buffer)).unwrap_or(HeaderValue::from_static("-"))
+            }
         }
     }
 }
@@ -1222,12 +1320,12 @@ mod tests {
     fn json_values_are_exact_and_escaped() {
         let mut text = Vec::new();
         let mut json = JsonObject::start(&mut text);
-        json.decimal(key!("zero"), 0, 3);
-        json.decimal(key!("one"), 1, 3);
-        json.decimal(key!("whole"), 7_000, 3);
-        json.decimal(key!("trailing"), 10_250_500, 6);
+        json.decimal::<3>(key!("zero"), 0);
+        json.decimal::<3>(key!("one"), 1);
+        json.decimal::<3>(key!("whole"), 7_000);
+        json.decimal::<6>(key!("trailing"), 10_250_500);
         json.id(key!("id"), u128::MAX - 0xf0);
-        json.text(key!("text"), "a \"quote\", a \\, a\nline and \u{e9}");
+        json.text(text_key!("text"), "a \"quote\", a \\, a\nline and \u{e9}");
         json.array(key!("none"), &[], |_, _: &u8| unreachable!());
         json.end();
         assert_eq!(

@@ -138,6 +138,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                 api: facts.api,
                 is_grpc: headers::is_grpc_call(head.method, head.version, head.headers),
                 error_page: pages.as_ref().and_then(|pages| pages.select(head.headers)),
+                policy_header: facts.route.and_then(|route| route.rate_limits.policy_header.as_ref()),
             };
             routing::rejection_response(rejection, variables.as_ref(), cors, format)
         });

@@ -185,7 +185,7 @@ impl UpstreamCluster {
                     Contact::Failed => ServerState::Unreachable,
                 },
             };
-            EndpointStatus { server: endpoint.name().to_owned(), state, in_flight: endpoint.in_flight() }
+            EndpointStatus { server: endpoint.name().to_string(), state, in_flight: endpoint.in_flight() }
         };
         self.endpoints().iter().map(status_of).collect()
     }
@@ -243,16 +243,19 @@ impl UpstreamCluster {
         self.version.load(Ordering::Acquire)
     }
 
-    /// Pick an endpoint of `table` and acquire a request permit.
+    /// Pick an endpoint of `table` and acquire a request permit. `endpoints` are the endpoints of `table`, as copies of the
+    /// worker.
     pub(super) fn pick(
         &self,
         table: &LoadBalancer,
+        endpoints: &[Arc<Endpoint>],
         key: Option<u64>,
         rng: &Rng,
         tried: &[Arc<Endpoint>],
     ) -> Option<(usize, RequestPermit)> {
         table.pick(&PickContext {
             policy: &self.settings.balance,
+            endpoints,
             hash_key: key,
             rng,
             round_robin_counter: &self.round_robin_counter,

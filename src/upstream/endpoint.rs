@@ -22,7 +22,7 @@ use crate::upstream::metrics::{ConnectAttempt, ConnectResult, UpstreamMetrics};
 use crate::upstream::settings::{LoadBalancingPolicy, SrvTarget, UpstreamServerSettings, UpstreamSettings};
 
 /// One address of an upstream server.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Endpoint {
     /// Index in `servers` of the upstream.
     pub server_index: usize,
@@ -33,7 +33,7 @@ pub struct Endpoint {
     /// The target of the SRV record that led to the address. `None` for servers without SRV records.
     pub target: Option<Arc<SrvTarget>>,
     /// Name for logs and metrics: `host:port`, followed by the resolved address if the host is a name.
-    name: Box<str>,
+    name: Arc<str>,
     socket_buffers: Option<SocketBuffers>,
     /// State that this endpoint shares with the same endpoint in other configuration snapshots.
     pub(super) state: Arc<EndpointState>,
@@ -70,7 +70,10 @@ pub(super) struct EndpointState {
     pub(super) unreachable_log: LogThrottle,
     /// Number of consecutive failed requests.
     pub(super) consecutive_errors: AtomicU32,
+    /// Number of requests in flight that are not in `in_flight_by_thread`.
     in_flight: AtomicUsize,
+    /// Number of requests in flight that started while neither `max_requests` nor the load balancer needed the number.
+    in_flight_by_thread: CountByThread,
     max_requests: AtomicUsize,
     shared: ClusterState,
     /// Whether the load balancer sends requests to the endpoint.
@@ -91,6 +94,7 @@ impl Endpoint {
             unreachable_log: LogThrottle::new(),
             consecutive_errors: AtomicU32::new(0),
             in_flight: AtomicUsize::new(0),
+            in_flight_by_thread: CountByThread::default(),
             max_requests: AtomicUsize::new(settings.max_requests),
             shared,
             is_usable: AtomicBool::new(true),
@@ -150,8 +154,14 @@ impl Endpoint {
         Arc::ptr_eq(&self.state, &other.state)
     }
 
+    /// Return a copy for one worker. Each request changes the reference counts of the endpoint and of its name, and workers
+    /// must not contend for them.
+    pub(super) fn for_worker(&self) -> Self {
+        Endpoint { name: (*self.name).into(), ..self.clone() }
+    }
+
     /// Return the name for logs and metrics.
-    pub(super) fn name(&self) -> &str {
+    pub(super) fn name(&self) -> &Arc<str> {
         &self.name
     }
 
@@ -160,29 +170,26 @@ impl Endpoint {
     }
 
     pub(super) fn in_flight(&self) -> usize {
-        self.state.in_flight.load(Ordering::Relaxed)
+        self.state.in_flight.load(Ordering::Relaxed) + self.state.in_flight_by_thread.sum()
     }
 
-    /// Acquire a request permit. Return `None` if the endpoint has `max_requests` in flight.
-    pub(super) fn try_acquire(endpoint: &Arc<Endpoint>) -> Option<RequestPermit> {
-        let in_flight = &endpoint.state.in_flight;
-        let max = endpoint.state.max_requests.load(Ordering::Relaxed);
-        if max == 0 {
+    /// Acquire a request permit. Return `None` if the endpoint has `max_requests` in flight. `is_only` is true if the load
+    /// balancer has no other endpoint, and therefore does not compare the numbers of requests in flight.
+    pub(super) fn try_acquire(endpoint: &Arc<Endpoint>, is_only: bool) -> Option<RequestPermit> {
+        let EndpointState { in_flight, in_flight_by_thread, max_requests, .. } = &*endpoint.state;
+        let max = max_requests.load(Ordering::Relaxed);
+        let is_counted_by_thread = max == 0 && is_only;
+        if is_counted_by_thread {
+            in_flight_by_thread.increment();
+        } else if max == 0 {
             in_flight.fetch_add(1, Ordering::Relaxed);
         } else {
-            let one_more = |now: usize| (now < max).then_some(now + 1);
+            // The requests that were counted by thread before `max_requests` was set.
+            let others = in_flight_by_thread.sum();
+            let one_more = |now: usize| (now + others < max).then_some(now + 1);
             in_flight.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
         }
-        Some(RequestPermit::new(endpoint.clone()))
-    }
-
-    /// Release a request permit. If requests are queued, pass the permit to the first queued request.
-    pub(super) fn release(endpoint: &Arc<Endpoint>) {
-        let EndpointState { in_flight, shared: ClusterState { queue, .. }, is_usable: usable, .. } = &*endpoint.state;
-        in_flight.fetch_sub(1, Ordering::SeqCst);
-        if !queue.is_empty() && usable.load(Ordering::Relaxed) {
-            queue.hand_over(endpoint);
-        }
+        Some(RequestPermit { endpoint: endpoint.clone(), is_counted_by_thread })
     }
 
     /// Connect to the endpoint, including the TLS handshake. If `proxy_header` is set, send this header before the
@@ -223,7 +230,10 @@ impl Endpoint {
 /// Permit of one request in flight to an endpoint. The permit is released when the value is dropped, after the response
 /// body.
 #[derive(Debug)]
-pub(super) struct RequestPermit(Arc<Endpoint>);
+pub(super) struct RequestPermit {
+    endpoint: Arc<Endpoint>,
+    is_counted_by_thread: bool,
+}
 
 /// Requests that wait for a request permit of any endpoint of a cluster.
 #[derive(Debug, Default)]
@@ -252,19 +262,23 @@ pub(super) struct Waiter {
 }
 
 impl RequestPermit {
-    /// Wrap a permit that the endpoint has already counted.
-    pub(super) fn new(endpoint: Arc<Endpoint>) -> Self {
-        RequestPermit(endpoint)
-    }
-
     pub(super) fn endpoint(&self) -> &Arc<Endpoint> {
-        &self.0
+        &self.endpoint
     }
 }
 
 impl Drop for RequestPermit {
+    /// Release the permit. If requests are queued, pass the permit to the first queued request.
     fn drop(&mut self) {
-        Endpoint::release(&self.0);
+        let EndpointState { in_flight, in_flight_by_thread, shared, is_usable, .. } = &*self.endpoint.state;
+        if self.is_counted_by_thread {
+            in_flight_by_thread.decrement();
+        } else {
+            in_flight.fetch_sub(1, Ordering::SeqCst);
+        }
+        if !shared.queue.is_empty() && is_usable.load(Ordering::Relaxed) {
+            shared.queue.hand_over(&self.endpoint);
+        }
     }
 }
 
@@ -303,7 +317,7 @@ impl PendingQueue {
     /// Give the free permits of an endpoint to queued requests, in the order of the queue.
     pub(super) fn hand_over(&self, endpoint: &Arc<Endpoint>) {
         while !self.is_empty() {
-            let Some(mut permit) = Endpoint::try_acquire(endpoint) else { return };
+            let Some(mut permit) = Endpoint::try_acquire(endpoint, false) else { return };
             loop {
                 let next = {
                     let mut state = self.lock();
@@ -342,6 +356,42 @@ impl Drop for Waiter {
     }
 }
 
+// === A count to which each thread adds in its own cache line ===
+
+/// Number of cache lines of a [`CountByThread`]. If there are more threads, some of them share a cache line.
+const COUNT_LINES: usize = 16;
+
+/// A count that many threads change and that is seldom read.
+#[derive(Debug, Default)]
+struct CountByThread([CacheLine; COUNT_LINES]);
+
+/// What the threads of one cache line have added, modulo 2^64: a thread may subtract what another one has added.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct CacheLine(AtomicUsize);
+
+impl CountByThread {
+    fn of_thread(&self) -> &AtomicUsize {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        thread_local! {
+            static INDEX: usize = NEXT.fetch_add(1, Ordering::Relaxed) % COUNT_LINES;
+        }
+        &self.0[INDEX.with(|index| *index)].0
+    }
+
+    fn increment(&self) {
+        self.of_thread().fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn decrement(&self) {
+        self.of_thread().fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn sum(&self) -> usize {
+        self.0.iter().fold(0, |sum, line| sum.wrapping_add(line.0.load(Ordering::SeqCst)))
+    }
+}
+
 // === Load balancing: tables of usable endpoints, built when the health or the addresses of a cluster change ===
 
 /// Maximum number of endpoints that the policy draws for one request. If no drawn endpoint has a free permit, all
@@ -371,6 +421,8 @@ pub(super) struct LoadBalancer {
 /// Parameters of one endpoint selection.
 pub(super) struct PickContext<'a> {
     pub(super) policy: &'a LoadBalancingPolicy,
+    /// The endpoints of the load balancer, as copies of the worker.
+    pub(super) endpoints: &'a [Arc<Endpoint>],
     /// Hash of the header or cookie that selects the endpoint, or the token of the endpoint of a sticky session.
     pub(super) hash_key: Option<u64>,
     pub(super) rng: &'a Rng,
@@ -450,10 +502,11 @@ impl LoadBalancer {
     /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all have `max_requests`
     /// in flight.
     pub(super) fn pick(&self, context: &PickContext<'_>) -> Option<(usize, RequestPermit)> {
+        let is_only = self.endpoints.len() == 1;
         let try_acquire = |index: usize| {
-            let endpoint = &self.endpoints[index];
-            let tried = context.excluded.iter().any(|tried| Arc::ptr_eq(tried, endpoint));
-            let permit = if tried { None } else { Endpoint::try_acquire(endpoint) };
+            let endpoint = &context.endpoints[index];
+            let tried = context.excluded.iter().any(|tried| tried.is_same_as(endpoint));
+            let permit = if tried { None } else { Endpoint::try_acquire(endpoint, is_only) };
             permit.map(|permit| (index, permit))
         };
         let try_backup =
@@ -687,6 +740,8 @@ impl Rng {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
     use crate::upstream::cluster::tests::settings;
 
@@ -696,8 +751,8 @@ mod tests {
         let queue = shared.queue.clone();
         let settings = UpstreamSettings { max_requests: 1, ..settings(&["10.0.0.1"]) };
         let endpoint = Arc::new(Endpoint::new(&settings, 0, None, HealthState::default(), shared));
-        let held = Endpoint::try_acquire(&endpoint).unwrap();
-        assert!(Endpoint::try_acquire(&endpoint).is_none(), "`max_requests` allows one request in flight");
+        let held = Endpoint::try_acquire(&endpoint, false).unwrap();
+        assert!(Endpoint::try_acquire(&endpoint, false).is_none(), "`max_requests` allows one request in flight");
         let [mut ended, mut next, mut last] = [(); 3].map(|()| queue.enqueue().unwrap());
         // Simulate a client that disconnects on another worker after `release` has taken its request from the queue.
         ended.permit.close();
@@ -709,6 +764,28 @@ mod tests {
         drop(permit);
         assert_eq!(endpoint.in_flight(), 0, "no request is left to take the permit");
         assert!(queue.is_empty());
+    }
+
+    #[test]
+    fn requests_that_were_counted_by_thread_count_against_a_new_maximum() {
+        let unlimited = settings(&["10.0.0.1"]);
+        let endpoint = Arc::new(Endpoint::new(&unlimited, 0, None, HealthState::default(), ClusterState::new(0)));
+        let acquire = |endpoint: &Arc<Endpoint>| Endpoint::try_acquire(endpoint, true);
+        let [first, second] =
+            [(); 2].map(|()| thread::scope(|scope| scope.spawn(|| acquire(&endpoint)).join().unwrap()));
+        let third = acquire(&endpoint).unwrap();
+        assert_eq!(endpoint.in_flight(), 3);
+        // Another thread than the one that acquired the permit releases it.
+        drop(first);
+        assert_eq!(endpoint.in_flight(), 2);
+        let limited = Arc::new(endpoint.with_settings(&UpstreamSettings { max_requests: 3, ..unlimited }, 0));
+        let fourth = acquire(&limited).unwrap();
+        assert!(acquire(&limited).is_none(), "two requests from before and one new request are in flight");
+        drop(second);
+        let fifth = acquire(&limited).unwrap();
+        assert!(acquire(&limited).is_none(), "`max_requests` allows three requests in flight");
+        drop([third, fourth, fifth]);
+        assert_eq!(limited.in_flight(), 0);
     }
 
     fn counts(slots: &WeightedSlots, endpoints: usize, turns: impl Iterator<Item = u64>) -> Vec<u32> {

@@ -277,7 +277,7 @@ impl AttemptLog {
     }
 
     /// Return the name of the last endpoint.
-    pub fn endpoint_name(&self) -> Option<&str> {
+    pub fn endpoint_name(&self) -> Option<&Arc<str>> {
         self.endpoint.as_ref().map(|endpoint| endpoint.name())
     }
 

@@ -15,7 +15,6 @@ use crate::proxy::admission::{Admitted, Answer};
 use crate::proxy::forward::{RequestVariables, UpstreamRequestInfo, prepare_upstream_headers};
 use crate::proxy::local_reply::ReplyFormat;
 use crate::proxy::mirror::MIRROR_HEADER;
-use crate::proxy::record::RequestId;
 use crate::proxy::rejection::Rejection;
 use crate::proxy::request::Peer;
 use crate::routing::RouteRequest;
@@ -25,6 +24,7 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::route_action::WeightedUpstreams;
 use crate::snapshot::route_action::{DirectResponse, RouteAction};
 use crate::snapshot::routes::Route;
+use crate::telemetry::access_log::RequestId;
 use crate::tools::explain::limits::PeekedLimits;
 use crate::tools::explain::report::{
     HeaderReport, MatchedRoute, MirrorReport, OtherRoute, ResponseReport, UpstreamReport,
@@ -299,7 +299,7 @@ pub(super) fn admitted_response(
     let is_configured = |name: &str| is_configured(mutations, name);
     let apply_headers = |headers: &mut HeaderMap, decision: &Decision<'_>| {
         mutations.apply(headers, &values);
-        route.rate_limits.append_headers(headers, decision);
+        route.rate_limits.append_headers(headers, decision, route.rate_limits.policy_header.as_ref());
         if let Some(cors) = cors {
             cors.apply(headers);
         }
