@@ -148,7 +148,7 @@ test-page: tools
 	python3 tests/page/edge.py target/debug/sluicegate
 	python3 tests/page/page.py target/debug/sluicegate target/page target/axe/node_modules/axe-core/axe.min.js
 
-# A release build with profile-guided optimization (PGO) and its packages, in dist/: about 25 minutes.
+# A release build with profile-guided optimization (PGO) and its packages, in dist/: about 35 minutes of CPU time.
 #   1. Instrument: build a binary that counts how often each part of the code runs.
 #   2. Train: send it a fixed number of requests of each kind (benches/compare/train.py), about a minute.
 #   3. Build: compile the same source again with the merged counts, for the glibc of GLIBC and newer ones.
