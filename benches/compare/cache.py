@@ -9,9 +9,9 @@ start. The simulated caches have the sizes of an AMD EPYC: 32 KiB and 1 MiB for 
 kernel is not simulated. `--sites` prints the functions with the most misses of the 1 MiB cache. The script prints a table
 and asserts nothing. It needs valgrind and redis-server.
 """
-import argparse, collections, pathlib, re, subprocess, tempfile
+import argparse, collections, re
 
-from instructions import GATEWAY, ROUTES, UPSTREAM, answer, chat_response, connect, free_port, json, request, route_table, stream_response
+from instructions import ask, configuration, free_port, servers, started
 
 SHORT, LONG = 2, 6
 CACHES = ["--I1=32768,8,64", "--D1=32768,8,64"]
@@ -21,27 +21,12 @@ L2, L3 = "--LL=1048576,16,64", "--LL=33554432,16,64"
 def misses(args, directory, store, route, upstream, connections, rounds, last_level):
     """Return the events of a gateway that serves `rounds` requests on each connection, and the misses by function."""
     port = free_port()
-    config = directory / "gateway.toml"
-    text = GATEWAY.format(port=port, store=store, upstream=upstream)
-    config.write_text(text + "".join(route_table(name, limits) for name, limits in ROUTES.items()))
+    config = configuration(directory, port, store, route, upstream)
     out = directory / "callgrind.out"
     out.unlink(missing_ok=True)
     valgrind = ["valgrind", "--tool=callgrind", "--cache-sim=yes", *CACHES, last_level, f"--callgrind-out-file={out}", "--compress-strings=no"]
-    with open(directory / "log", "w") as log:
-        gateway = subprocess.Popen([*valgrind, args.binary, "--config", str(config)], stdout=log, stderr=log)
-    try:
-        clients = [(connect(port, gateway), b"") for _ in range(connections)]
-        for number in range(rounds):
-            for index, (client, _) in enumerate(clients):
-                client.sendall(request(route, f"{port}-{index}"))
-            for index, (client, pending) in enumerate(clients):
-                status, pending = answer(client, pending)
-                if status != 200:
-                    raise SystemExit(f"{route}: {status}")
-                clients[index] = (client, pending)
-    finally:
-        gateway.terminate()
-        gateway.wait()
+    with started([*valgrind, args.binary, "--config", config], directory) as gateway:
+        ask(gateway, port, route, rounds, connections)
     return read_profile(out)
 
 
@@ -74,38 +59,23 @@ def main():
     args.add_argument("--route", default="plain")
     args.add_argument("--sites", action="store_true", help="print the functions with the most misses of the 1 MiB cache")
     args = args.parse_args()
-    with tempfile.TemporaryDirectory(prefix="cache-") as name:
-        directory = pathlib.Path(name)
-        redis_port, upstream_port = free_port(), free_port()
-        (directory / "upstream.toml").write_text(UPSTREAM.format(
-            upstream=upstream_port, body="x" * 100, chat=json.dumps(chat_response()), stream=json.dumps(stream_response())))
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        redis = subprocess.Popen(["redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1"], cwd=name, **quiet)
-        upstream = subprocess.Popen([args.binary, "--config", name + "/upstream.toml"], **quiet)
-        try:
-            for port, process in ((redis_port, redis), (upstream_port, upstream)):
-                connect(port, process).close()
-            store = f'url = "redis://127.0.0.1:{redis_port}/0"\ntimeout = "10s"'
-            print(f"{'connections':>11s} {'instructions':>13s} {'accesses':>9s} {'of 32 KiB':>10s} {'of 1 MiB':>9s} {'of 32 MiB':>10s}  data misses per request", flush=True)
-            for connections in args.connections:
-                count = (LONG - SHORT) * connections
-                found = {}
-                for last_level in (L2, L3):
-                    run = (args, directory, store, args.route, upstream_port, connections)
-                    (few, before), (many, after) = (misses(*run, rounds, last_level) for rounds in (SHORT, LONG))
-                    many.subtract(few)
-                    after.subtract(before)
-                    found[last_level] = {event: total / count for event, total in many.items()}, after
-                (at, functions), (far, _) = found[L2], found[L3]
-                print(f"{connections:11,d} {at['Ir']:13,.0f} {at['Dr'] + at['Dw']:9,.0f} {at['D1mr'] + at['D1mw']:10.1f} {at['DLmr'] + at['DLmw']:9.1f} "
-                      f"{far['DLmr'] + far['DLmw']:10.1f}", flush=True)
-                if args.sites:
-                    for function, total in functions.most_common(40):
-                        print(f"    {total / count:7.2f}  {function[:170]}", flush=True)
-        finally:
-            for process in (upstream, redis):
-                process.terminate()
-                process.wait()
+    with servers(args.binary) as (directory, stores, upstream_port):
+        print(f"{'connections':>11s} {'instructions':>13s} {'accesses':>9s} {'of 32 KiB':>10s} {'of 1 MiB':>9s} {'of 32 MiB':>10s}  data misses per request", flush=True)
+        for connections in args.connections:
+            count = (LONG - SHORT) * connections
+            found = {}
+            for last_level in (L2, L3):
+                run = (args, directory, stores["redis"], args.route, upstream_port, connections)
+                (few, before), (many, after) = (misses(*run, rounds, last_level) for rounds in (SHORT, LONG))
+                many.subtract(few)
+                after.subtract(before)
+                found[last_level] = {event: total / count for event, total in many.items()}, after
+            (at, functions), (far, _) = found[L2], found[L3]
+            print(f"{connections:11,d} {at['Ir']:13,.0f} {at['Dr'] + at['Dw']:9,.0f} {at['D1mr'] + at['D1mw']:10.1f} {at['DLmr'] + at['DLmw']:9.1f} "
+                  f"{far['DLmr'] + far['DLmw']:10.1f}", flush=True)
+            if args.sites:
+                for function, total in functions.most_common(40):
+                    print(f"    {total / count:7.2f}  {function[:170]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ instructions of the start. The upstream is a second gateway, and Redis is a sepa
 are measured on a route that counts their LLM tokens and on a route that does not. The script prints a table and asserts
 nothing. `make bench-instructions` builds the gateway and runs this script. It needs valgrind and redis-server.
 """
-import argparse, json, pathlib, re, socket, subprocess, tempfile, time
+import argparse, contextlib, json, pathlib, re, socket, subprocess, tempfile, time
 
 CONNECTIONS, SHORT, LONG = 16, 50, 250
 # Length of a chat request in bytes, and the number of deltas of a stream.
@@ -32,7 +32,7 @@ respond = {{ status = 200, body = {stream}, content_type = "text/event-stream" }
 """
 
 GATEWAY = """[server]
-workers = 1
+workers = {workers}
 [[listener]]
 address = "127.0.0.1:{port}"
 [log]
@@ -149,12 +149,12 @@ def route_table(name, limits):
     return f'[[route]]\nname = "{name}"\npath = "/{path}"\nupstream = "up"\n{identify}limits = [{limits}]\n'
 
 
-def configuration(directory, port, store, route, upstream):
+def configuration(directory, port, store, route, upstream, workers=1):
     """Write the configuration of a gateway that serves a route, and return its path."""
     is_decision = route.startswith("decide/")
     # A listener for decisions serves no routes that count tokens.
     routes = "".join(route_table(name, limits) for name, limits in ROUTES.items() if not (is_decision and "/" in name))
-    text = GATEWAY.format(port=port, store=store, upstream=upstream) + routes
+    text = GATEWAY.format(port=port, store=store, upstream=upstream, workers=workers) + routes
     if route.startswith("logged/"):
         # The gateway watches the directory of the configuration, where each write to the log would be an event.
         (directory / "logs").mkdir(exist_ok=True)
@@ -166,18 +166,52 @@ def configuration(directory, port, store, route, upstream):
     return str(config)
 
 
-def ask(gateway, port, route, rounds):
-    """Send `rounds` requests on each connection. The connections send at the same time."""
-    connections = [(connect(port, gateway), b"") for _ in range(CONNECTIONS)]
+def ask(gateway, port, route, rounds, connections=CONNECTIONS, on_round=lambda number: None):
+    """Send `rounds` requests on each connection. The connections send at the same time. Call `on_round` before each round,
+    and after the last one."""
+    clients = [(connect(port, gateway), b"") for _ in range(connections)]
     for number in range(rounds):
-        for index, (connection, _) in enumerate(connections):
-            connection.sendall(request(route, f"{port}-{index}"))
-        for index, (connection, pending) in enumerate(connections):
-            status, pending = answer(connection, pending)
+        on_round(number)
+        for index, (client, _) in enumerate(clients):
+            client.sendall(request(route, f"{port}-{index}"))
+        for index, (client, pending) in enumerate(clients):
+            status, pending = answer(client, pending)
             expected = 429 if route.endswith("deny") and number > 0 else 200
             if status != expected:
                 raise SystemExit(f"{route}: {status} instead of {expected}")
-            connections[index] = (connection, pending)
+            clients[index] = (client, pending)
+    on_round(rounds)
+
+
+@contextlib.contextmanager
+def started(command, directory, **options):
+    """Run a gateway, and end it."""
+    with open(directory / "log", "w") as log:
+        gateway = subprocess.Popen(command, stdout=log, stderr=log, **options)
+    try:
+        yield gateway
+    finally:
+        gateway.terminate()
+        gateway.wait()
+
+
+@contextlib.contextmanager
+def servers(binary):
+    """Run a Redis and an upstream. Yield a directory, the keys of `[store]` for each kind, and the port of the upstream."""
+    with tempfile.TemporaryDirectory(prefix="instructions-") as name:
+        directory, redis_port, upstream_port = pathlib.Path(name), free_port(), free_port()
+        (directory / "upstream.toml").write_text(upstream_configuration(upstream_port))
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        redis = subprocess.Popen(["redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1"], cwd=name, **quiet)
+        upstream = subprocess.Popen([binary, "--config", name + "/upstream.toml"], **quiet)
+        try:
+            for port, process in ((redis_port, redis), (upstream_port, upstream)):
+                connect(port, process).close()
+            yield directory, {"memory": 'url = "memory:"', "redis": f'url = "redis://127.0.0.1:{redis_port}/0"\ntimeout = "10s"'}, upstream_port
+        finally:
+            for process in (upstream, redis):
+                process.terminate()
+                process.wait()
 
 
 def instructions(binary, directory, store, route, rounds, upstream):
@@ -186,13 +220,8 @@ def instructions(binary, directory, store, route, rounds, upstream):
     config = configuration(directory, port, store, route, upstream)
     count = directory / "count"
     valgrind = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", f"--log-file={count}"]
-    with open(directory / "log", "w") as log:
-        gateway = subprocess.Popen(valgrind + [binary, "--config", config], stdout=log, stderr=log)
-    try:
+    with started([*valgrind, binary, "--config", config], directory) as gateway:
         ask(gateway, port, route, rounds)
-    finally:
-        gateway.terminate()
-        gateway.wait()
     return int(re.search(r"refs: +([\d,]+)", count.read_text())[1].replace(",", ""))
 
 
@@ -203,36 +232,22 @@ def main():
     args.add_argument("--route", help="measure only this route")
     options = args.parse_args()
     binary, cases = options.binary, [case for case in CASES if options.only in case[2] and options.route in (None, case[2])]
-    with tempfile.TemporaryDirectory(prefix="instructions-") as name:
-        directory = pathlib.Path(name)
-        redis_port, upstream_port = free_port(), free_port()
-        (directory / "upstream.toml").write_text(upstream_configuration(upstream_port))
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        redis = subprocess.Popen(["redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1"], cwd=name, **quiet)
-        upstream = subprocess.Popen([binary, "--config", name + "/upstream.toml"], **quiet)
-        try:
-            for port, process in ((redis_port, redis), (upstream_port, upstream)):
-                connect(port, process).close()
-            stores = {"memory": 'url = "memory:"', "redis": f'url = "redis://127.0.0.1:{redis_port}/0"\ntimeout = "1s"'}
-            print("user instructions for each request")
-            counts = {}
-            for label, store, route in cases:
-                short, long = (instructions(binary, directory, stores[store], route, rounds, upstream_port) for rounds in (SHORT, LONG))
-                counts[route] = (long - short) / (LONG - SHORT) / CONNECTIONS
-                print(f"{label:24s} {counts[route]:9,.0f}", flush=True)
-            for other, proxied in (("logged/plain", "plain"), ("decide/plain", "plain"), ("decide/deny", "deny")):
-                if {other, proxied} <= counts.keys():
-                    print(f"{other}: {counts[other] / counts[proxied]:.2f} times {proxied}")
-            if not {"chat/plain", "chat/tokens", "stream/plain", "stream/tokens"} <= counts.keys():
-                return
-            chat, stream = (counts[f"{kind}/tokens"] - counts[f"{kind}/plain"] for kind in ("chat", "stream"))
-            print(f"tokens of a chat request: {chat:,.0f} more, {counts['chat/tokens'] / counts['chat/plain']:.2f} times")
-            print(f"tokens of a stream: {stream:,.0f} more, {counts['stream/tokens'] / counts['stream/plain']:.2f} times")
-            print(f"of each of its {EVENTS} events, less the request: {(stream - chat) / EVENTS:,.0f}")
-        finally:
-            for process in (upstream, redis):
-                process.terminate()
-                process.wait()
+    with servers(binary) as (directory, stores, upstream_port):
+        print("user instructions for each request")
+        counts = {}
+        for label, store, route in cases:
+            short, long = (instructions(binary, directory, stores[store], route, rounds, upstream_port) for rounds in (SHORT, LONG))
+            counts[route] = (long - short) / (LONG - SHORT) / CONNECTIONS
+            print(f"{label:24s} {counts[route]:9,.0f}", flush=True)
+    for other, proxied in (("logged/plain", "plain"), ("decide/plain", "plain"), ("decide/deny", "deny")):
+        if {other, proxied} <= counts.keys():
+            print(f"{other}: {counts[other] / counts[proxied]:.2f} times {proxied}")
+    if not {"chat/plain", "chat/tokens", "stream/plain", "stream/tokens"} <= counts.keys():
+        return
+    chat, stream = (counts[f"{kind}/tokens"] - counts[f"{kind}/plain"] for kind in ("chat", "stream"))
+    print(f"tokens of a chat request: {chat:,.0f} more, {counts['chat/tokens'] / counts['chat/plain']:.2f} times")
+    print(f"tokens of a stream: {stream:,.0f} more, {counts['stream/tokens'] / counts['stream/plain']:.2f} times")
+    print(f"of each of its {EVENTS} events, less the request: {(stream - chat) / EVENTS:,.0f}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ requests are served. Both run the threads in turn, so the counts depend neither 
 machine. A short and a long run are counted; their difference does not include the start. `--sites` prints the functions
 with the locked instructions. The script prints tables and asserts nothing. It needs valgrind, objdump and redis-server.
 """
-import argparse, collections, os, pathlib, re, subprocess, tempfile, threading
+import argparse, collections, os, re, subprocess, threading
 
-from instructions import GATEWAY, ROUTES, UPSTREAM, answer, chat_response, connect, free_port, json, request, route_table, stream_response
+from instructions import ask, configuration, free_port, servers, started
 
 CONNECTIONS = 32
 SHORT, LONG = 10, 60
@@ -32,29 +32,11 @@ class Run:
 
     def serve(self, valgrind, workers, rounds, on_round=lambda number, gateway: None, **more):
         """Serve `rounds` requests on each connection. `valgrind` are the arguments before the program. `on_round` is called
-        with the process before each round, and with `None` after the last one."""
+        with the number of served rounds and the process before each round, and after the last one."""
         port = free_port()
-        config = self.directory / "gateway.toml"
-        text = GATEWAY.format(port=port, store=self.store, upstream=self.upstream).replace("workers = 1", f"workers = {workers}")
-        config.write_text(text + "".join(route_table(name, limits) for name, limits in ROUTES.items()))
-        with open(self.directory / "log", "w") as log:
-            gateway = subprocess.Popen([*valgrind, self.args.binary, "--config", str(config)], stdout=log, stderr=log, **more)
-        try:
-            connections = [(connect(port, gateway), b"") for _ in range(CONNECTIONS)]
-            for number in range(rounds):
-                on_round(number, gateway)
-                for index, (connection, _) in enumerate(connections):
-                    connection.sendall(request(self.route, f"{port}-{index}"))
-                for index, (connection, pending) in enumerate(connections):
-                    status, pending = answer(connection, pending)
-                    expected = 429 if self.route == "deny" and number > 0 else 200
-                    if status != expected:
-                        raise SystemExit(f"{self.route}: {status} instead of {expected}")
-                    connections[index] = (connection, pending)
-            on_round(rounds, gateway)
-        finally:
-            gateway.terminate()
-            gateway.wait()
+        config = configuration(self.directory, port, self.store, self.route, self.upstream, workers)
+        with started([*valgrind, self.args.binary, "--config", config], self.directory, **more) as gateway:
+            ask(gateway, port, self.route, rounds, CONNECTIONS, lambda number: on_round(number, gateway))
 
     def locked(self, workers, rounds):
         """Return how often locked instructions ran, by object and function."""
@@ -109,7 +91,7 @@ class Run:
         def on_round(number, gateway):
             if number == SHORT:
                 maps = open(f"/proc/{gateway.pid}/maps").read()
-                state["base"] = min(int(line.split("-")[0], 16) for line in maps.splitlines() if line.endswith(str(pathlib.Path(self.args.binary).resolve())))
+                state["base"] = min(int(line.split("-")[0], 16) for line in maps.splitlines() if line.endswith(os.path.realpath(self.args.binary)))
             # What is in the pipes belongs to the round before or after.
             state["counts"] = SHORT <= number < rounds
 
@@ -162,42 +144,27 @@ def main():
     args.add_argument("--sites", action="store_true", help="print the functions with locked instructions, and those that write shared lines")
     args.add_argument("--lines", action="store_true", help="trace accesses to memory, which takes minutes for each row")
     args = args.parse_args()
-    with tempfile.TemporaryDirectory(prefix="locks-") as name:
-        directory = pathlib.Path(name)
-        redis_port, upstream_port = free_port(), free_port()
-        (directory / "upstream.toml").write_text(UPSTREAM.format(
-            upstream=upstream_port, body="x" * 100, chat=json.dumps(chat_response()), stream=json.dumps(stream_response())))
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        redis = subprocess.Popen(["redis-server", "--port", str(redis_port), "--save", "", "--bind", "127.0.0.1"], cwd=name, **quiet)
-        upstream = subprocess.Popen([args.binary, "--config", name + "/upstream.toml"], **quiet)
-        stores = {"memory": 'url = "memory:"', "redis": f'url = "redis://127.0.0.1:{redis_port}/0"\ntimeout = "1s"'}
-        try:
-            for port, process in ((redis_port, redis), (upstream_port, upstream)):
-                connect(port, process).close()
-            print(f"{'per request':22s} {'workers':>7s} {'instructions':>13s} {'locked':>7s} {'writes to shared lines':>23s}", flush=True)
-            for label, store, route in CASES:
-                if route not in args.route:
-                    continue
-                for workers in args.workers:
-                    run = Run(args, directory, stores[store], route, upstream_port)
-                    (few, before), (many, after) = (run.locked(workers, rounds) for rounds in (SHORT, LONG))
-                    requests = (LONG - SHORT) * CONNECTIONS
-                    after.subtract(before)
-                    shared = run.written(workers, SHORT + TRACED) if args.lines and workers > 1 else {}
-                    served = TRACED * CONNECTIONS
-                    total = sum(count for count, _ in shared.values()) / served
-                    print(f"{label:22s} {workers:7d} {(many - few) / requests:13,.0f} {sum(after.values()) / requests:7.1f} {total:23.2f}", flush=True)
-                    for line, (count, sites) in sorted(shared.items(), key=lambda item: -item[1][0])[:25]:
-                        if args.sites and count / served >= 0.02:
-                            print(f"    line {line:x}: {count / served:.2f} writes  {'; '.join(name[:160] for name in run.functions(sites))}", flush=True)
-                    if args.sites:
-                        for function, count in after.most_common(25):
-                            if count / requests >= 0.05:
-                                print(f"    {count / requests:6.2f}  {function[:150]}", flush=True)
-        finally:
-            for process in (upstream, redis):
-                process.terminate()
-                process.wait()
+    with servers(args.binary) as (directory, stores, upstream_port):
+        print(f"{'per request':22s} {'workers':>7s} {'instructions':>13s} {'locked':>7s} {'writes to shared lines':>23s}", flush=True)
+        for label, store, route in CASES:
+            if route not in args.route:
+                continue
+            for workers in args.workers:
+                run = Run(args, directory, stores[store], route, upstream_port)
+                (few, before), (many, after) = (run.locked(workers, rounds) for rounds in (SHORT, LONG))
+                requests = (LONG - SHORT) * CONNECTIONS
+                after.subtract(before)
+                shared = run.written(workers, SHORT + TRACED) if args.lines and workers > 1 else {}
+                served = TRACED * CONNECTIONS
+                total = sum(count for count, _ in shared.values()) / served
+                print(f"{label:22s} {workers:7d} {(many - few) / requests:13,.0f} {sum(after.values()) / requests:7.1f} {total:23.2f}", flush=True)
+                for line, (count, sites) in sorted(shared.items(), key=lambda item: -item[1][0])[:25]:
+                    if args.sites and count / served >= 0.02:
+                        print(f"    line {line:x}: {count / served:.2f} writes  {'; '.join(name[:160] for name in run.functions(sites))}", flush=True)
+                if args.sites:
+                    for function, count in after.most_common(25):
+                        if count / requests >= 0.05:
+                            print(f"    {count / requests:6.2f}  {function[:150]}", flush=True)
 
 
 if __name__ == "__main__":
